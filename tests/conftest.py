@@ -1,0 +1,86 @@
+"""Shared by all tests: Megatron on one gloo rank, a tiny MiMo, and a way to run a function on several ranks."""
+
+import multiprocessing
+import os
+import tempfile
+import zlib
+
+import pytest
+import torch
+
+import train_mimo
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def megatron():
+    """Megatron's process groups of size 1, on CPU."""
+    train_mimo.init_megatron("cpu")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def tiny(megatron):
+    """tiny(mtp_layers=1, tied=False, **TransformerConfig overrides) -> a GPTModel with every weight random, norms too.
+
+    A norm weight of all ones hides which hidden state the MTP layer was fed (facts.md), a zero bias hides a lost bias.
+    """
+    return build_tiny
+
+
+def build_tiny(mtp_layers=1, tied=False, seed=0, vocab_size=64, **overrides):
+    """The same weights for every tensor-parallel size: each is drawn whole from its name, then cut to this rank."""
+    config = train_mimo.mimo_config(
+        hidden_size=64, num_heads=2, num_groups=2, ffn_size=96, vocab_size=vocab_size, mtp_layers=mtp_layers, tied=tied
+    )
+    model = train_mimo.build_model(config, **overrides)
+    tp_size = model.config.tensor_model_parallel_size
+    tp_rank = torch.distributed.get_rank() % tp_size
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            name = name.replace("mtp_model_layer", "transformer_layer")  # Megatron 0.16 and 0.17 differ in this name
+            generator = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(name.encode()))
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            shape = list(parameter.shape)
+            if sharded:
+                shape[parameter.partition_dim] *= tp_size
+            whole = torch.randn(shape, generator=generator) * 0.1 + (1.0 if "norm" in name else 0.0)
+            if sharded and "linear_fc1" in name:  # [gate; up] is cut inside each half
+                gate, up = whole.chunk(2)
+                whole = torch.cat([gate.chunk(tp_size)[tp_rank], up.chunk(tp_size)[tp_rank]])
+            elif sharded:
+                whole = whole.chunk(tp_size, parameter.partition_dim)[tp_rank]
+            parameter.copy_(whole)
+    return model
+
+
+def run_on_ranks(world_size, function, *args, tensor_parallel=1, context_parallel=1):
+    """Runs `function(rank, *args)` (a top-level one) in `world_size` gloo processes; returns their results in order."""
+    # A fork server imports torch and Megatron once, so that each further call takes a second instead of ten.
+    multiprocessing.set_forkserver_preload(["train_mimo", "megatron.core.models.gpt.gpt_layer_specs"])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _rank,
+            (world_size, tensor_parallel, context_parallel, folder, function, args),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
+        return [torch.load(f"{folder}/{rank}") for rank in range(world_size)]
+
+
+def _rank(rank, world_size, tensor_parallel, context_parallel, folder, function, args):
+    torch.set_num_threads(1)
+    train_mimo.init_megatron(
+        "cpu",
+        rank=rank,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        context_parallel=context_parallel,
+        store=torch.distributed.FileStore(f"{folder}/store", world_size),
+    )
+    result = function(rank, *args)
+    torch.save(result, f"{folder}/{rank}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
