@@ -5,6 +5,8 @@ import os
 import tempfile
 import zlib
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
+
 import pytest
 import torch
 

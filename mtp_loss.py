@@ -1,0 +1,461 @@
+"""Fix 1 of 6: the MTP loss trains the MTP layers and nothing else, and keeps no logits.
+
+Bug     An MTP layer borrows the policy's trunk, embedding and head. In Megatron its loss flows back into all three, so
+        the policy is pulled towards being easy to draft, whatever reward says. Patches that detached the head stopped
+        doing so without a word when megatron-core 0.17 moved the call they had replaced.
+Rule    Depth k's loss at slot t is the cross entropy of token t+1+k, over the slots whose rolled mask counts. It
+        reaches mtp.* only (detach_trunk=True), or trunk and embedding look-up as well, and never the head.
+
+            which parameters move       embedding  trunk  norm  head  mtp      # moves  . gradient None or 0
+            stock Megatron                  #        #     #     #     #       policy loss times 0, MTP loss on;
+            detach_trunk=False              #        #     #     .     #       embeddings tied or not, 1 depth or 2,
+            detach_trunk=True               .        .     .     .     #       recompute on or off
+
+        Masked-in slots are projected chunk by chunk. A slot's loss depends on its own hidden state alone, so its
+        gradient is taken at once, in the forward pass, and the backward pass only scales it:
+
+            hidden [s, b, h] --pick--> rows --head--> logits [chunk, V] --> loss, top-1, softmax - one-hot
+                        grad rows [n, h] <--head, transposed--------------------------------+
+                        kept for backward             (then the chunk's logits are freed)
+Source  slime#709, verl#6432, miles#3211 (the head moves); slime#746, xtuner#2048 (detached and recomputed, nothing
+        trains); Megatron-LM#3396 (a rank without tokens), #7452 (micro-batches of unequal count). Replaces
+        GPTModel._postprocess, in megatron-core 0.17 to 0.19 around process_mtp_loss; in 0.16 the loss is inline.
+Shapes  s slots of this rank, b rows, h hidden size, n masked-in slots, V this rank's share of the vocabulary, K depths.
+        labels and loss_mask are label-aligned: slot t speaks of token t+1 (mtp_mask.py makes them).
+Use     with patch_mtp_loss(model) as mtp:
+            logits = model(input_ids, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+            policy_loss(logits).backward()  # trains the MTP layers too
+            nats_per_token = mtp.depths[0]["loss_sum"] / mtp.depths[0]["tokens"]
+Run     python mtp_loss.py measures the whole matrix above; tests/test_mtp_loss.py is the specification.
+"""
+
+import functools
+import inspect
+import itertools
+import logging
+import warnings
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+def mtp_cross_entropy(hidden, output_layer, targets, mask, *, output_weight=None, chunk_tokens=1024):
+    """Cross entropy and top-1 of the masked-in slots, through a head that gets no gradient.
+
+    hidden         [s, b, h] floats; from a sequence-parallel model this rank's [s / tp, b, h], gathered in here.
+    output_layer   called as output_layer([n, 1, h], weight=...) -> (logits [n, 1, V], bias or None); a bias is added.
+                   Megatron's ColumnParallelLinear, or anything alike. If its tp_group has several ranks and
+                   gather_output is off, V is a share, and all these ranks must call with the same slots.
+    targets        [b, s] int64, the token that each slot predicts. What masked-out slots hold does not matter.
+    mask           [b, s] of 0 and 1, any dtype: which slots count.
+    output_weight  the head's weight, for a head that holds none (tied embeddings).
+    chunk_tokens   how many slots are projected at a time: it bounds memory and changes nothing else.
+
+    Returns loss [b, s] in nats, float32 (float64 from float64), 0 where masked out; and correct [b, s], bool: whether
+    the arg-max token (the lowest on a tie) is the target, False where masked out. Gradient reaches `hidden` only. A GPU
+    is waited for, since the number of slots must be known. ValueError or TypeError for what does not fit.
+    """
+    weight = getattr(output_layer, "weight", None) if output_weight is None else output_weight
+    # Detached, it takes Megatron's head down its frozen-weight path: no weight gradient, no fused add to main_grad.
+    weight = None if weight is None else weight.detach()
+    with _whole_sequence(hidden, output_layer) as whole:
+        _check_arguments(whole, targets, mask, chunk_tokens)
+        slots_N = mask.t().reshape(-1).nonzero()[:, 0]  # in [s, b] order, as hidden lies in memory
+        targets_N = targets.t().reshape(-1)[slots_N]
+        wants_grad = whole.requires_grad and torch.is_grad_enabled()  # inside a Function this can't be told any more
+        return _ChunkedCrossEntropy.apply(whole, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad)
+
+
+@contextmanager
+def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denominator=None, chunk_tokens=1024):
+    """Inside, a Megatron GPTModel returns its main head's logits, and any backward through them trains MTP too.
+
+    Call model(input_ids, position_ids, attention_mask, labels=..., loss_mask=..., packed_seq_params=...) with
+    label-aligned labels and loss_mask [b, s]; logits [b, s, vocab / tp] come back, bitwise those without MTP. With
+    labels=None, or with grad off, the MTP block does not run.
+
+    model         GPTModel, or DDP / Float16Module around it. A pipeline chunk without post_process is left alone.
+    detach_trunk  True: the MTP loss reaches mtp.* only. False: trunk and embedding look-up too, never the head.
+    rule          "target": depth k counts at slot t iff token t+1+k is masked in; "drafted": iff all of t+1 to t+1+k.
+    scale         lambda, by default config.mtp_loss_scaling_factor; each depth weighs scale / K.
+    denominator   divides a depth's summed loss: one number, or one a depth. By default that depth's count on this rank,
+                  at least 1. With the count of the global batch, gradients summed over micro-batches and ranks are
+                  those of the undivided batch. That takes gradients that are summed and an autoscaler scale of 1: where
+                  a schedule or DDP averages, divide the count by num_microbatches x dp (x cp). With
+                  config.calculate_per_token_loss Megatron itself divides every gradient by the token count: pass 1.
+    chunk_tokens  as in mtp_cross_entropy.
+
+    Yields an object with `depths`: after each forward one dict a depth with loss_sum (nats), tokens and correct, 0-dim
+    tensors of this rank; [] where the MTP block did not run. An all-zero mask gives zero gradients, not None. On exit,
+    also after an error, the model is as it was. RuntimeError or ValueError: patched twice, no MTP layers here, unknown
+    internals, labels without loss_mask, unpadded cu_seqlens_q, settings that contradict each other.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+    record = SimpleNamespace(depths=[])
+    if not getattr(model, "post_process", True):
+        yield record
+        return
+    _check_model(model)
+    if "_postprocess" in vars(model):
+        came = "this model has a _postprocess of its own: it is patched already, here or by another library"
+        raise RuntimeError(f"{came}; wanted Megatron's: leave the other context first")
+    if rule not in ("target", "drafted"):
+        raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted': pass one of the two")
+    if getattr(model.config, "mtp_detach_heads", False) and not detach_trunk:
+        came = "detach_trunk is False and config.mtp_detach_heads True: Megatron would detach all the same"
+        raise ValueError(f"{came}; wanted the two to agree: build the model without mtp_detach_heads")
+    stock = model._postprocess
+    options = (detach_trunk, rule, scale, denominator, chunk_tokens)
+
+    def postprocess(**arguments):  # GPTModel.forward passes keywords only
+        record.depths = []
+        if arguments["labels"] is not None and arguments["loss_mask"] is None:
+            came = "labels came without loss_mask: Megatron would then count every slot, prompts too"
+            raise ValueError(f"{came}; wanted both, [b, s]: pass the label-aligned response mask")
+        # mtp_in_postprocess is off inside skip_mtp (ref_disable.py).
+        if arguments["labels"] is not None and arguments["mtp_in_postprocess"] and torch.is_grad_enabled():
+            # Onto the state before the head, as Megatron does: the logits may then be changed in place.
+            arguments["hidden_states"] = _add_mtp_losses(model, arguments, record, *options)
+        # With MTP in its config 0.16 would crash without labels, and 0.19 would make up its own from input_ids.
+        with _replaced(model.config, "mtp_num_layers", None):
+            return stock(**arguments | {"labels": None, "loss_mask": None, "mtp_in_postprocess": False})
+
+    with _replaced(model, "_postprocess", postprocess):
+        yield record
+
+
+@torch.no_grad()
+def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_params=None):
+    """Give the token that depth 1 drafts at each slot: `[b, s]` int64, slot t holds the arg-max token for t+2.
+
+    Arguments as for the model's own forward. Runs without grad and in evaluation mode, inside patch_mtp_loss too, and
+    leaves all as it was. Tensor-parallel ranks get the same tokens. RuntimeError for a model that runs no MTP.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+    _check_model(model)
+    if not model.config.mtp_num_layers:
+        came = f"config.mtp_num_layers is {model.config.mtp_num_layers}: MTP is off, perhaps by skip_mtp"
+        raise RuntimeError(f"{came}; wanted it on: leave that context first")
+
+    def postprocess(**arguments):
+        hidden, *_ = _run_mtp(model, arguments, detach_trunk=True)
+        with _whole_sequence(hidden, model.output_layer) as whole:
+            flat_TH = whole.reshape(-1, whole.shape[2])
+            slots_T = torch.arange(len(flat_TH), device=whole.device)
+            nothing_T = torch.zeros_like(slots_T)  # there are no targets; any token will do
+            token_T = _score_slots(flat_TH, model.output_layer, _tied_weight(model), slots_T, nothing_T, 1024, False)[1]
+            return token_T.view(whole.shape[:2]).t().contiguous()
+
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with _replaced(model, "_postprocess", postprocess):
+            return model(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Takes the gradient together with the loss: what is kept for backward is [n, h] instead of [n, V]."""
+
+    @staticmethod
+    def forward(ctx, hidden, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad):
+        flat_TH = hidden.reshape(-1, hidden.shape[2])
+        loss_N, token_N, grad_NH = _score_slots(
+            flat_TH, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad
+        )
+        loss_T = loss_N.new_zeros(len(flat_TH)).index_copy_(0, slots_N, loss_N)
+        correct_T = torch.zeros_like(loss_T, dtype=torch.bool).index_copy_(0, slots_N, token_N == targets_N)
+        loss, correct = (x.view(hidden.shape[:2]).t().contiguous() for x in (loss_T, correct_T))
+        ctx.save_for_backward(slots_N, grad_NH)
+        ctx.shape = hidden.shape
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        slots_N, grad_NH = ctx.saved_tensors
+        scaled_NH = (grad_NH * grad_loss.t().reshape(-1)[slots_N, None]).to(grad_NH.dtype)
+        grad = grad_NH.new_zeros(ctx.shape)
+        grad.view(-1, ctx.shape[2]).index_copy_(0, slots_N, scaled_NH)
+        return grad, None, None, None, None, None, None
+
+
+def _score_slots(flat_TH, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad):
+    """loss_N, arg-max token_N and, if wanted, d loss / d hidden as grad_NH; the logits of one chunk live at a time."""
+    group = _vocabulary_group(output_layer)
+    loss_N = flat_TH.new_empty(len(slots_N), dtype=_wide(flat_TH.dtype))
+    token_N = torch.empty_like(targets_N)
+    grad_NH = flat_TH.new_empty(len(slots_N) if wants_grad else 0, flat_TH.shape[1])
+    for start in range(0, len(slots_N), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        rows = flat_TH[slots_N[chunk]].detach().requires_grad_(wants_grad)
+        with torch.set_grad_enabled(wants_grad):
+            logits, bias = output_layer(rows[:, None], weight=weight)
+            logits = logits if bias is None else logits + bias.detach()
+        if start == 0:
+            _check_targets(targets_N, logits.shape[2] * (group.size() if group else 1))
+        loss_N[chunk], token_N[chunk], dlogits = _score(logits.detach()[:, 0], targets_N[chunk], group, wants_grad)
+        if wants_grad:  # by the layer's own backward, which also sums over tensor-parallel ranks
+            grad_NH[chunk] = torch.autograd.grad(logits, rows, dlogits[:, None])[0]
+        del logits, dlogits  # or they would live on while the next chunk is projected
+    return loss_N, token_N, grad_NH
+
+
+def _score(logits_NV, targets_N, group, wants_grad):
+    """One chunk's loss_N, arg-max token_N and d loss / d logits (None if not wanted), in the logits' dtype."""
+    statistics, softmax = _fused() if logits_NV.is_cuda else (_row_statistics, _softmax)
+    first_token = group.rank() * logits_NV.shape[1] if group else 0
+    slot_N = (targets_N - first_token).clamp(0, logits_NV.shape[1] - 1)
+    is_here_N = targets_N == slot_N + first_token
+    top_N, token_N, total_N = statistics(logits_NV)
+    token_N = token_N + first_token
+    target_N = logits_NV.gather(1, slot_N[:, None])[:, 0].to(top_N.dtype).where(is_here_N, 0)
+    if group:
+        top_N, token_N, total_N, target_N = _over_ranks(top_N, token_N, total_N, target_N, group)
+    loss_N = total_N.log() - (target_N - top_N)
+    if not wants_grad:
+        return loss_N, token_N, None
+    dlogits_NV = softmax(logits_NV, top_N, total_N)
+    # p - 1 is computed here and written: subtracted in bf16, a p close to 1 would leave nothing.
+    minus_one_N = torch.expm1(-loss_N).to(dlogits_NV.dtype)
+    at_target_N = torch.where(is_here_N, minus_one_N, dlogits_NV.gather(1, slot_N[:, None])[:, 0])
+    return loss_N, token_N, dlogits_NV.scatter_(1, slot_N[:, None], at_target_N[:, None])
+
+
+def _row_statistics(logits_NV):
+    """Each row's largest logit, its place (the first on a tie), and the sum of exp(logit - largest)."""
+    top_N, token_N = logits_NV.max(dim=1)
+    top_N = top_N.to(_wide(logits_NV.dtype))
+    return top_N, token_N, (logits_NV - top_N[:, None]).exp_().sum(dim=1)
+
+
+def _softmax(logits_NV, top_N, total_N):
+    return (logits_NV - top_N[:, None]).exp_().div_(total_N[:, None]).to(logits_NV.dtype)
+
+
+@functools.cache  # torch.compile takes 30 ms even when all is compiled
+def _fused():
+    """The same two without a float32 copy of the logits: on an H200 half the memory and two thirds of the time."""
+    return torch.compile(_row_statistics, dynamic=True), torch.compile(_softmax, dynamic=True)
+
+
+def _over_ranks(top_N, token_N, total_N, target_N, group):
+    """The same four of the whole vocabulary, from every rank's share."""
+    mine = torch.stack([top_N, token_N.to(top_N.dtype), total_N, target_N])  # tokens below 2**24 are exact in float32
+    shares = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(shares, mine, group=group)
+    tops, tokens, totals, targets = torch.stack(shares, dim=1)  # each [tp, n]
+    top_N, winner_N = tops.max(dim=0)  # on a tie the lowest rank, which holds the lowest tokens
+    total_N = (totals * (tops - top_N).exp()).sum(dim=0)
+    return top_N, tokens.gather(0, winner_N[None])[0].long(), total_N, targets.sum(dim=0)
+
+
+def _add_mtp_losses(model, arguments, record, detach_trunk, rule, scale, denominator, chunk_tokens):
+    """Run MTP, fill record.depths, and return the trunk's hidden state with every depth's loss riding on it."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    hidden, num_depths = arguments["hidden_states"], model.config.mtp_num_layers
+    scale = model.config.mtp_loss_scaling_factor if scale is None else scale
+    one_a_depth = isinstance(denominator, (list, tuple)) or getattr(denominator, "ndim", 0) == 1
+    divisors = list(denominator) if one_a_depth else [denominator] * num_depths
+    if len(divisors) != num_depths:
+        came = f"denominator has {len(divisors)} entries, the model {num_depths} depths"
+        raise ValueError(f"{came}; wanted one number, or one a depth: pass that")
+    states = _run_mtp(model, arguments, detach_trunk)
+    for state, (targets, mask), divisor in zip(states, _rolled(model, arguments, rule), divisors, strict=False):
+        loss, correct = mtp_cross_entropy(
+            state, model.output_layer, targets, mask, output_weight=_tied_weight(model), chunk_tokens=chunk_tokens
+        )
+        tokens = mask.sum()
+        divisor = tokens if divisor is None else divisor
+        divisor = divisor + (divisor == 0)  # no token anywhere: 0 / 1, where Megatron 0.16 has 0 / 0
+        hidden = MTPLossAutoScaler.apply(hidden, scale / num_depths * loss.sum() / divisor)
+        record.depths.append({"loss_sum": loss.detach().sum(), "tokens": tokens, "correct": correct.sum()})
+    return hidden
+
+
+def _run_mtp(model, arguments, detach_trunk):
+    """Each depth's hidden state [s, b, h], from the MTP block called as this release's own _postprocess calls it."""
+    hidden, embedding = arguments["hidden_states"], model.embedding
+    _check_packed(arguments["packed_seq_params"])
+    if detach_trunk:
+        # A leaf that wants gradient: full recompute trains nothing if none of its inputs does (slime#746, xtuner#2048).
+        hidden = hidden.detach().requires_grad_()
+
+        def embedding(*args, **kwargs):
+            return model.embedding(*args, **kwargs).detach()
+
+    known = inspect.signature(type(model.mtp).forward).parameters  # padding_mask, say, is there from 0.18 on
+    passed = {name: value for name, value in arguments.items() if name in known}
+    states = model.mtp(**passed | {"hidden_states": hidden, "embedding": embedding})
+    return states.chunk(1 + model.config.mtp_num_layers)[1:]
+
+
+def _rolled(model, arguments, rule):
+    """Yields targets and mask [b, s] of depths 1, 2 and so on; Megatron's roll knows documents and zig-zag shards."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    _check_mask(arguments["loss_mask"])
+    # Rolled as one tensor, so that labels and mask can't be rolled unequally often.
+    both = torch.stack([arguments["labels"], arguments["loss_mask"].to(arguments["labels"].dtype)])
+    drafted = both[1]
+    while True:
+        both, _ = roll_tensor(
+            both, shifts=-1, dims=-1, cp_group=model.mtp.cp_group, packed_seq_params=arguments["packed_seq_params"]
+        )
+        drafted = drafted * both[1]
+        yield both[0], drafted if rule == "drafted" else both[1]
+
+
+@contextmanager
+def _whole_sequence(hidden, output_layer):
+    """Yields all of s. A sequence-parallel head would gather by itself, but after the slots are picked: too late."""
+    if not getattr(output_layer, "sequence_parallel", False):
+        yield hidden
+        return
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
+
+    # With the flag off the head's own backward sums over ranks: the gradient is whole, to be cut and not summed again.
+    with _replaced(output_layer, "sequence_parallel", False):
+        yield gather(hidden, tensor_parallel_output_grad=False, group=output_layer.tp_group)
+
+
+@contextmanager
+def _replaced(owner, name, value):
+    """Sets owner.name, and afterwards puts back what was there, or nothing where only the class had it."""
+    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        vars(owner).update(before)
+
+
+def _tied_weight(model):
+    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+
+
+def _vocabulary_group(output_layer):
+    """The ranks that each hold a share of the logits; None where they are whole."""
+    group = getattr(output_layer, "tp_group", None)
+    return None if group is None or group.size() == 1 or getattr(output_layer, "gather_output", False) else group
+
+
+def _wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_model(model):
+    """Is this a GPTModel with MTP layers, whose release has the internals that are replaced or called here?"""
+    import megatron.core
+    from megatron.core.transformer import multi_token_prediction
+
+    if not hasattr(model, "mtp") or not hasattr(model, "output_layer"):
+        came = f"{type(model).__name__} has no {'head' if hasattr(model, 'mtp') else 'MTP layers'} on this rank"
+        raise RuntimeError(f"{came}; wanted both on the last pipeline stage: build it with mtp_num_layers there")
+    functions = (getattr(type(model), "_postprocess", _check_model), type(model.mtp).forward)
+    there = {name for function in functions for name in inspect.signature(function).parameters}
+    there |= set(dir(multi_token_prediction))
+    wanted = {"roll_tensor", "MTPLossAutoScaler", "mtp_in_postprocess", "loss_mask", "hidden_states", "embedding"}
+    if missing := sorted(wanted - there):
+        came = f"megatron-core {megatron.core.__version__} has no {', '.join(missing)} at GPTModel._postprocess"
+        raise RuntimeError(f"{came}; wanted what 0.16 to 0.19 have: install one of those")
+    for name in ("use_mup", "defer_embedding_wgrad_compute"):  # scaled logits; a head that keeps its inputs
+        if getattr(model.config, name, False):
+            raise ValueError(f"config.{name} is on; wanted it off, the chunked head does not do it: build without it")
+
+
+def _check_packed(packed):
+    padded = None if packed is None else packed.cu_seqlens_q_padded
+    if padded is not None and padded is not packed.cu_seqlens_q and not torch.equal(padded, packed.cu_seqlens_q):
+        came = "cu_seqlens_q differs from cu_seqlens_q_padded, and Megatron rolls the MTP layer's tokens by the first"
+        raise ValueError(f"{came}; wanted one layout: put the padded offsets into both and mask the padding out")
+
+
+def _check_arguments(hidden, targets, mask, chunk_tokens):
+    if hidden.dim() != 3 or not hidden.is_floating_point():
+        raise TypeError(f"hidden is {hidden.dtype} {list(hidden.shape)}; wanted floats [s, b, h]: convert it")
+    wanted = [hidden.shape[1], hidden.shape[0]]
+    for name, tensor in (("targets", targets), ("mask", mask)):
+        if list(tensor.shape) != wanted:
+            came = f"{name} has shape {list(tensor.shape)}, hidden [s, b, h] {list(hidden.shape)}"
+            raise ValueError(f"{came}; wanted [b, s] = {wanted}: transpose or slice one of the two")
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets is {targets.dtype}; wanted torch.int64: call .long()")
+    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
+    _check_mask(mask)
+
+
+def _check_mask(mask):
+    if mask.dtype != torch.bool and (wrong := (mask != 0) & (mask != 1)).any():
+        raise ValueError(f"the mask holds {mask[wrong][0].item()}; wanted 0 or 1: weigh the loss instead")
+
+
+def _check_targets(targets_N, vocab_size):
+    # Tensor-parallel ranks would not notice: none would own the target, and the loss would be wrong.
+    if (wrong := (targets_N < 0) | (targets_N >= vocab_size)).any():
+        came = f"a masked-in slot has target {targets_N[wrong][0].item()}"
+        raise ValueError(f"{came}; wanted 0 to {vocab_size - 1}: mask out the slots that have no target")
+
+
+def measure_gradients(detach_trunk, tied=False, depths=1, recompute=False):
+    """Which of a toy model's parameters move when the policy loss is times 0: five of "#" and ".", as in the picture.
+
+    detach_trunk as in patch_mtp_loss, or None for stock Megatron. "xxxxx" where Megatron itself crashes.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    import train_mimo  # for the demo alone; the fix needs none of its siblings
+
+    MTPLossLoggingHelper.tracker.clear()  # class-wide: a model with more depths than the last crashes on it (slime#2131)
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    config = train_mimo.mimo_config(hidden_size=32, num_heads=2, ffn_size=32, mtp_layers=depths, tied=tied)
+    model = train_mimo.build_model(config, **full if recompute else {})
+    tokens = torch.randint(48, (1, 32), generator=torch.Generator().manual_seed(0))  # of a vocabulary of 64
+    inputs = dict(labels=tokens.roll(-1, dims=1), loss_mask=torch.ones(1, 32))
+    with nullcontext() if detach_trunk is None else patch_mtp_loss(model, detach_trunk=detach_trunk):
+        try:
+            model(tokens, torch.arange(32)[None], None, **inputs).sum().mul(0).backward()
+        except TypeError:  # megatron-core 0.18 can't recompute MTP: fix 3, mtp_recompute.py
+            return "xxxxx"
+    moved = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    embedding = moved.get("embedding.word_embeddings.weight", torch.zeros(64, 1))
+    columns = [
+        embedding[:48].any(),
+        any(name.startswith("decoder.layers") for name in moved),
+        "decoder.final_layernorm.weight" in moved,
+        embedding[48:].any() if tied else "output_layer.weight" in moved,  # tokens 48 to 63 are never looked up
+        all(name in moved for name, _ in model.named_parameters() if name.startswith("mtp.")),
+    ]
+    return "".join("#" if moves else "." for moves in columns)
+
+
+def main():
+    """Print the gradient matrix of the Megatron that is installed."""
+    import megatron.core
+
+    import train_mimo
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    train_mimo.init_megatron("cpu")
+    print(f"megatron-core {megatron.core.__version__}, policy loss times 0: # moves, . does not, x Megatron crashes\n")
+    print(f"{'':<27}{'stock Megatron':<27}{'detach_trunk=False':<27}detach_trunk=True")
+    print(f"{'head    depths  recompute':<27}" + "  ".join(["emb trunk norm head mtp  "] * 3).rstrip())
+    for tied, depths, recompute in itertools.product((False, True), (1, 2), (False, True)):
+        cells = (measure_gradients(way, tied, depths, recompute) for way in (None, False, True))
+        row = "".join(f"{'{:^3} {:^5} {:^4} {:^4} {:^3}'.format(*cell):<27}" for cell in cells)
+        print(f"{'tied' if tied else 'untied':<8}{depths:<8}{'full' if recompute else 'none':<11}{row}".rstrip())
+
+
+if __name__ == "__main__":
+    main()
