@@ -1,4 +1,4 @@
-"""Fix 4 of 6: full activation recompute of MTP layers, with packed sequences.
+"""Fix 3 of 6: full activation recompute of MTP layers, with packed sequences.
 
 Bug     Recompute keeps a layer's inputs instead of its activations and runs the layer again in the backward pass.
         Megatron's checkpoint stores its arguments with autograd's save_for_backward, which takes tensors and None.
@@ -8,18 +8,18 @@ Bug     Recompute keeps a layer's inputs instead of its activations and runs the
 Rule    Tensors go through the checkpoint, wherever in the arguments they are. Everything else stays in the closure.
         One tensor requires grad, or the checkpoint has nothing to give a gradient to.
 
-            a layer is called with       before (0.16, 0.17)               after
-            PackedSeqParams              TypeError: save_for_backward      same gradients as without recompute
-            keywords in another order    other gradients, no error         same gradients as without recompute
-            a tensor in a tuple          TypeError: save_for_backward      same gradients as without recompute
-            both inputs detached         no gradients, no error            same gradients as without recompute
+            a layer is called with       before (0.16, 0.17)            after
+            PackedSeqParams              TypeError: save_for_backward   same gradients as without recompute
+            keywords in another order    other gradients, no error      same gradients as without recompute
+            a tensor in a tuple          TypeError: save_for_backward   same gradients as without recompute
+            both inputs detached         no gradients, no error         same gradients as without recompute
 
 Source  Megatron-LM#4593, Megatron-LM#4933 (packed recompute), slime#746, xtuner#2048 (both inputs detached);
         megatron/core/transformer/multi_token_prediction.py, MultiTokenPredictionLayer._checkpointed_forward, in
         megatron-core 0.16.1, 0.17.1 and 0.18.2. 0.19.2 is right and is left alone.
-Use     with patch_mtp_recompute():             # around model construction, training, or one step: it acts on the class
+Use     with patch_mtp_recompute():             # around one step or all of training: it acts on the class
             loss = model(..., packed_seq_params=packed)
-            loss.backward()                     # may also happen after the block: the recompute is part of the graph
+        loss.backward()                         # inside or after: the recompute is part of the graph
 Run     python mtp_recompute.py prints the table, computed; benchmarks/bench_recompute.py weighs the saved bytes;
         tests/test_mtp_recompute.py is the specification.
 """
@@ -59,8 +59,12 @@ def checkpoint_tensors(checkpoint, function, *args, **kwargs):
 
     # With holes, not tensors: a closure that held them would keep them in memory for as long as the output lives.
     structure = _map_leaves((args, kwargs), take_out)
+    num_tensors = len(tensors)
 
     def run(*given):
+        if len(given) != num_tensors:
+            came = f"checkpoint called run with {len(given)} tensors"
+            raise ValueError(f"{came}; wanted the {num_tensors} that it was given: call run(*tensors)")
         remaining = iter(given)
         args, kwargs = _map_leaves(structure, lambda leaf: next(remaining) if leaf is hole else leaf)
         return function(*args, **kwargs)
@@ -70,18 +74,15 @@ def checkpoint_tensors(checkpoint, function, *args, **kwargs):
 
 def _map_leaves(tree, change):
     """The same lists, tuples and dicts with change(leaf) for each leaf; where nothing changed, the identical object."""
-    if isinstance(tree, dict):
-        old, new = tree, {key: _map_leaves(value, change) for key, value in tree.items()}
-        changed = [key for key in new if new[key] is not old[key]]
-    elif isinstance(tree, (list, tuple)):
-        old, new = tree, [_map_leaves(value, change) for value in tree]
-        changed = [index for index in range(len(new)) if new[index] is not old[index]]
-    else:
+    if not isinstance(tree, (dict, list, tuple)):
         return change(tree)
+    keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+    new = {key: _map_leaves(tree[key], change) for key in keys}
+    changed = [key for key in keys if new[key] is not tree[key]]
     if not changed:
         return tree
     if isinstance(tree, tuple):
-        return tree._make(new) if hasattr(tree, "_make") else type(tree)(new)
+        return tree._make(new.values()) if hasattr(tree, "_make") else type(tree)(new.values())
     rebuilt = copy.copy(tree)  # keeps a subclass and what it carries, such as a defaultdict's factory
     for key in changed:
         rebuilt[key] = new[key]
@@ -117,10 +118,9 @@ def patch_mtp_recompute():
     try:
         yield True
     finally:
-        last = layer_class._checkpointed_forward
+        last, layer_class._checkpointed_forward = layer_class._checkpointed_forward, found
         if last is not patched:
             warnings.warn(f"{_name(last)} was put on inside patch_mtp_recompute and leaves with it", stacklevel=3)
-        layer_class._checkpointed_forward = found
 
 
 def _find_adapter(found, layer_forward):

@@ -1,4 +1,4 @@
-"""Fix 5 of 6: the reference model is built without MTP, and the actor's log-prob pass runs none.
+"""Fix 4 of 6: the reference model is built without MTP, and the actor's log-prob pass runs none.
 
 Bug     Reference and old-log-prob passes want the trunk's log-probs. Built from the checkpoint's config, the reference
         gets MTP layers as well: they are loaded, run in every pass, and their output is thrown away. Switching them off
@@ -162,7 +162,7 @@ def skip_mtp(model):
     def postprocess_without_mtp(**arguments):  # GPTModel.forward passes keywords only
         return postprocess(**arguments | {"mtp_in_postprocess": False})
 
-    # model.mtp_process stays on: from 0.17 it also says which weight a tied head has on a last pipeline stage. The layers
+    # model.mtp_process stays on: from 0.17 it also says which weight a tied head has on a last pipeline stage. Layers
     # keep the config object that all share: MoE routers size their loss tracker by its mtp_num_layers.
     model.config = copy.copy(config)
     model.config.mtp_num_layers = None

@@ -1,4 +1,4 @@
-"""Fix 4: checkpoint_tensors and patch_mtp_recompute, on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
+"""Fix 3: checkpoint_tensors and patch_mtp_recompute, on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
 
 import collections
 import contextlib
@@ -173,6 +173,11 @@ def test_the_closure_holds_no_tensor_so_that_activations_are_freed_by_the_backwa
 def test_what_is_not_callable_is_refused_by_name(arguments):
     with pytest.raises(TypeError, match="(checkpoint|function) is a .*; wanted a callable: pass checkpoint first"):
         checkpoint_tensors(*arguments)
+
+
+def test_a_checkpoint_that_loses_a_tensor_is_told_so():
+    with pytest.raises(ValueError, match="run with 1 tensors; wanted the 2 that it was given"):
+        checkpoint_tensors(lambda run, *tensors: run(tensors[0]), print, torch.ones(1), torch.ones(1))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -534,17 +539,20 @@ def test_another_release_is_refused_by_what_was_looked_for(layer_class, monkeypa
             pass
 
 
-def test_a_wrapper_put_on_inside_is_announced_when_it_leaves_with_the_patch(layer_class):
+def test_a_wrapper_put_on_inside_is_seen_through_and_announced_when_it_leaves_with_the_patch(layer_class):
     if release() not in STOCK:
         pytest.skip("this release is not patched")
     found = layer_class._checkpointed_forward
     with pytest.warns(UserWarning, match="theirs was put on inside patch_mtp_recompute and leaves with it"):
         with patch_mtp_recompute():
 
+            @functools.wraps(layer_class._checkpointed_forward)
             def theirs(self):
                 pass
 
             layer_class._checkpointed_forward = theirs
+            with patch_mtp_recompute() as needed:
+                assert needed and layer_class._checkpointed_forward is theirs
     assert layer_class._checkpointed_forward is found
 
 

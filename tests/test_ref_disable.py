@@ -1,4 +1,4 @@
-"""Fix 5: a reference without MTP, and an actor that skips it, on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
+"""Fix 4: a reference without MTP, and an actor that skips it, on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
 
 import contextlib
 import copy
