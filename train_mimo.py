@@ -15,14 +15,19 @@ Task    Tokens are numbers modulo the vocabulary. Warm-up teaches "+1" (70 %) an
         drafter that is not kept in step proposes "+1" in vain.
 Run     python train_mimo.py                    about 2 minutes on 2 cores; --help explains every argument
         python train_mimo.py --drafter frozen   the same with a drafter that is never updated
+        python train_mimo.py --unfix loss       the same with a fix taken out (loss, mask, recompute, ref, sync, ...)
 Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (Hugging Face layout, loads in stock vLLM)
 """
 
 import argparse
+import collections
 import contextlib
+import copy
 import dataclasses
+import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -40,7 +45,7 @@ from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
-from spec_metrics import counts_from_vllm, replay_acceptance, summarize
+from spec_metrics import counts_from_vllm, explain_disagreement, replay_acceptance, summarize
 
 # vLLM reads these when it is imported, here and in its worker processes.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,48 +58,46 @@ def option(default, sentence, choices=None):
     return dataclasses.field(default=default, metadata={"help": sentence, "choices": choices})
 
 
+# fmt: off
+UNFIX = ["loss", "mask", "recompute", "ref", "sync", "metrics", "parity"]
+
+
 @dataclasses.dataclass
 class Args:
-    """Every argument, with its default and a sentence. `--no-recompute` style flags turn a bool off."""
+    """Every argument, its default and a sentence; a bool also takes --no-NAME."""
 
     steps: int = option(30, "PPO steps: a rollout, its updates and a push each")
     seed: int = option(0, "seed of weights, prompts and sampling; the same seed gives the same numbers")
     out: str = option("runs/mimo", "folder for metrics.jsonl, curves.png and checkpoint/")
     overwrite: bool = option(False, "use --out although it holds something, deleting what it holds")
-    device: str = option(
-        "auto", "where to train and sample; auto takes CUDA where there is one", ["auto", "cpu", "cuda"]
-    )
-    drafter: str = option(
-        "synced",
-        "push weights to the drafter, never (frozen), or sample without it (none)",
-        ["none", "frozen", "synced"],
-    )
-    engine: str = option(
-        "inprocess", "vLLM in this process (quick start) or in one of its own", ["inprocess", "process"]
-    )
-    temperature: float = option(1.0, "sampling temperature; log-probs are of the tempered distribution on both sides")
+    device: str = option("auto", "where to train and sample; auto takes CUDA where there is one", ["auto", "cpu", "cuda"])
+    drafter: str = option("synced", "push weights to the drafter, never do, or sample without", ["none", "frozen", "synced"])
+    engine: str = option("inprocess", "vLLM in this process (starts quicker) or in its own", ["inprocess", "process"])
+    unfix: list = option((), "take a fix out, to see what it is for; repeatable", UNFIX)
+    temperature: float = option(1.0, "sampling temperature; log-probs are those of the tempered distribution everywhere")
     mtp_scale: float = option(0.2, "lambda, the weight of the MTP loss")
     mtp_rule: str = option("drafted", "which slots train the MTP layer, see mtp_mask.py", ["target", "drafted"])
-    recompute: bool = option(True, "full activation recompute, trunk and MTP layer")
-    verbose: bool = option(False, "show the log output of vLLM and Megatron")
+    recompute: bool = option(True, "full activation recompute, of trunk and MTP layer")
+    verbose: bool = option(False, "show what vLLM and Megatron log")
     warmup_steps: int = option(100, "supervised steps before PPO")
     prompts: int = option(64, "prompts a rollout, one response each")
-    response_tokens: int = option(28, "longest response; lengths vary from half of it to all")
+    response_tokens: int = option(28, "longest response; lengths vary from half of it on")
     epochs: int = option(2, "passes over a rollout")
     minibatches: int = option(4, "updates a pass")
-    lr: float = option(1e-3, "learning rate of policy and value head, falling linearly to a tenth over the PPO steps")
+    lr: float = option(1e-3, "learning rate of policy and value head, falling linearly to a tenth of it")
     mtp_lr: float = option(3e-3, "learning rate of the MTP layer")
     clip: float = option(0.2, "PPO clip range of the probability ratio")
-    kl_coef: float = option(0.01, "weight of the KL penalty towards the reference in the reward")
-    gamma: float = option(0.3, "discount; small, since a token only decides its own reward and the next state")
+    kl_coef: float = option(0.01, "weight of the KL penalty towards the reference, in the reward")
+    gamma: float = option(0.3, "discount; small, since a token decides its own reward only")
     gae_lambda: float = option(0.9, "GAE lambda")
-    max_grad_norm: float = option(1.0, "gradient clip, of policy and MTP apart")
+    max_grad_norm: float = option(1.0, "gradient clip, of policy and MTP layer apart")
     layers: int = option(2, "transformer layers of the trunk")
     hidden: int = option(128, "hidden size")
-    heads: int = option(4, "attention heads; head size 32 or more for vLLM on CPU")
-    groups: int = option(2, "query groups (key/value heads)")
+    heads: int = option(4, "attention heads; vLLM on CPU wants a head size of 32 or more")
+    groups: int = option(2, "query groups, that is key/value heads")
     ffn: int = option(256, "feed-forward size")
     vocab: int = option(64, "vocabulary")
+# fmt: on
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -139,18 +142,15 @@ def megatron_on_cpu():
 
 
 def init_megatron(device="cpu", *, rank=0, world_size=1, tensor_parallel=1, context_parallel=1, store=None):
-    """Starts torch.distributed (gloo on CPU, NCCL on CUDA) and Megatron's process groups; `store` only for many ranks."""
+    """Starts torch.distributed (gloo on CPU, NCCL on CUDA) and Megatron's groups; a `store` only for several ranks."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if device == "cpu":
         megatron_on_cpu()
-    torch.distributed.init_process_group(
-        "gloo" if device == "cpu" else "nccl",
-        store=store or torch.distributed.HashStore(),
-        rank=rank,
-        world_size=world_size,
-    )
+    backend = "gloo" if device == "cpu" else "nccl"
+    store = store or torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
     model_parallel_cuda_manual_seed(1)
 
@@ -158,8 +158,8 @@ def init_megatron(device="cpu", *, rank=0, world_size=1, tensor_parallel=1, cont
 class PackedAttention(torch.nn.Module):
     """Causal attention core for packed `[t, n, d]` and dense `[s, b, n, d]` input.
 
-    Megatron's local DotProductAttention refuses packed sequences and Transformer Engine's wants a GPU, so each document
-    goes through torch's attention alone: no document sees another, by construction.
+    Megatron's local DotProductAttention refuses packed sequences and Transformer Engine's wants a GPU. On CUDA torch's
+    varlen_attn takes the whole buffer; on CPU each document goes through torch's attention alone.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, **unused):
@@ -180,9 +180,16 @@ class PackedAttention(torch.nn.Module):
             out_BNSD = self.attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out_BNSD.permute(2, 0, 1, 3).flatten(2)
         cu_seqlens = packed_seq_params.cu_seqlens_q_padded
-        cu_seqlens = (packed_seq_params.cu_seqlens_q if cu_seqlens is None else cu_seqlens).tolist()
+        cu_seqlens = packed_seq_params.cu_seqlens_q if cu_seqlens is None else cu_seqlens
+        if query.is_cuda and not self.dropout:
+            from torch.nn.attention.varlen import varlen_attn
+
+            longest, repeats = packed_seq_params.max_seqlen_q, query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+            lengths = (cu_seqlens, cu_seqlens, longest, longest)
+            return varlen_attn(query, key, value, *lengths, window_size=(-1, 0)).flatten(1)
         documents = []
-        for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
             if end > start:
                 out_BNSD = self.attend(*(x[start:end].transpose(0, 1)[None] for x in (query, key, value)))
                 documents.append(out_BNSD[0].transpose(0, 1).flatten(1))
@@ -213,6 +220,7 @@ def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, 
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tensor_parallel,
         use_cpu_initialization=True,
         # Fusions want Apex or Transformer Engine.
@@ -224,6 +232,7 @@ def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, 
     config = TransformerConfig(**(settings | overrides))
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
@@ -232,19 +241,16 @@ def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, 
         position_embedding_type="rope",
         rotary_base=hf_config["rope_theta"],
         share_embeddings_and_output_weights=hf_config["tie_word_embeddings"],
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-        if config.mtp_num_layers
-        else None,
+        mtp_block_spec=mtp_spec,
     )
 
 
 def pack(documents, device="cpu"):
-    """Token lists to one packed buffer: `input_ids`, `position_ids` `[1, T]` and Megatron's `PackedSeqParams`."""
+    """Token lists as one packed buffer: `input_ids`, `position_ids` `[1, T]` and Megatron's `PackedSeqParams`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = torch.tensor([0] + [len(document) for document in documents])
-    cu_seqlens = lengths.cumsum(0).to(device=device, dtype=torch.int32)
-    longest = int(lengths.max())
+    cu_seqlens, longest = lengths.cumsum(0).to(device=device, dtype=torch.int32), int(lengths.max())
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -255,6 +261,20 @@ def pack(documents, device="cpu"):
     input_ids = torch.cat([torch.as_tensor(document, dtype=torch.long) for document in documents])
     position_ids = torch.cat([torch.arange(len(document)) for document in documents])
     return input_ids[None].to(device), position_ids[None].to(device), packed
+
+
+def load_reference(folder, hf_config, unfix=(), **settings):
+    """The reference from a checkpoint that has MTP tensors: none is built, none is read (fix 4)."""
+    mtp = "ref" in unfix
+    hf_config = hf_config if mtp else without_mtp_config(hf_config)
+    reference = build_model(hf_config, mtp=mtp, **settings)
+    parameters = dict(reference.named_parameters())
+    with safe_open(f"{folder}/model.safetensors", "pt") as file, torch.no_grad():
+        names = [(name, None) for name in file.keys()]
+        tensors = ((name, file.get_tensor(name)) for name, _ in (names if mtp else drop_mtp_weights(names)))
+        for name, tensor in hf_to_megatron(tensors, hf_config, parameters):
+            parameters[name].copy_(tensor)
+    return reference.requires_grad_(False)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -272,7 +292,7 @@ class MiMoConfig(Qwen2Config):
 
 def write_checkpoint(model, hf_config, folder):
     """A Hugging Face MiMo checkpoint that stock vLLM loads (with trust_remote_code, as the real one)."""
-    tensors = {name: tensor.contiguous() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     os.makedirs(folder, exist_ok=True)
@@ -299,7 +319,9 @@ class SmokeWorker(DrafterSyncExtension):
             counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
             return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
 
-        probe = torch.tensor([0.5, 0.25], device=self.device), torch.tensor([1, 3], device=self.device), 3
+        if self.device.type != "cpu":
+            return False
+        probe = torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 3
         broken = not torch.equal(rejection_sampler.expand_batch_to_tokens(*probe), expand(*probe))
         if broken:
             rejection_sampler.expand_batch_to_tokens = expand
@@ -309,7 +331,7 @@ class SmokeWorker(DrafterSyncExtension):
 def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_num_seqs=256, **overrides):
     """Stock `vllm.LLM` on a checkpoint folder; in this process, or (process=True) in one of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(process))
-    from vllm import LLM
+    import vllm
 
     settings = dict(
         skip_tokenizer_init=True,
@@ -323,8 +345,9 @@ def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_
     )
     if speculate:
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
-        settings["per_request_spec_decode_metrics"] = "detailed"
-    llm = LLM(folder, **(settings | overrides))
+        if hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
+            settings["per_request_spec_decode_metrics"] = "detailed"
+    llm = vllm.LLM(folder, **(settings | overrides))
     llm.collective_rpc("mend_cpu_sampler")
     return llm
 
@@ -344,12 +367,6 @@ def make_sequences(num, length, vocab, generator):
     return steps.cumsum(1) % vocab
 
 
-def token_rewards(sample, vocab):
-    """1.0 for each response token that is the token before it plus 2, else 0.0."""
-    previous = [sample["prompt"][-1], *sample["response"][:-1]]
-    return [float((token - before) % vocab == 2) for before, token in zip(previous, sample["response"], strict=True)]
-
-
 def make_prompts(num, response_tokens, vocab, generator):
     """(prompt, response length) pairs of varying lengths.
 
@@ -361,22 +378,31 @@ def make_prompts(num, response_tokens, vocab, generator):
     return [(sequence[:n], length) for sequence, n, length in zip(sequences, prompt_lengths, lengths, strict=True)]
 
 
-def make_batch(samples, device):
-    """Samples (prompt and response token lists) as one packed buffer with label-aligned labels and loss mask."""
+def token_rewards(sample, vocab):
+    """1.0 for each response token that is the token before it plus 2, else 0.0."""
+    previous = [sample["prompt"][-1], *sample["response"][:-1]]
+    return [float((token - before) % vocab == 2) for before, token in zip(previous, sample["response"], strict=True)]
+
+
+def make_batch(samples, device, unfix=()):
+    """Samples (prompt and response token lists) as one packed buffer with label-aligned labels and loss masks."""
     input_ids, position_ids, packed = pack([s["prompt"] + s["response"] for s in samples], device)
-    lengths = [len(s["response"]) for s in samples]
-    attention_BR = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    whole = expand_response_mask(
-        attention_BR.long(), [len(s["prompt"]) + len(s["response"]) for s in samples], attention_BR
-    )
-    token_mask = whole.values()[None].to(device)
-    cu_seqlens = packed.cu_seqlens_q
+    lengths = torch.tensor([len(s["response"]) for s in samples])
+    attention_BR = torch.arange(int(lengths.max())) < lengths[:, None]
+    whole_lengths = [len(s["prompt"]) + len(s["response"]) for s in samples]
+    whole = expand_response_mask(attention_BR.long(), whole_lengths, attention_BR)
+    token_mask, cu_seqlens = whole.values()[None].to(device), packed.cu_seqlens_q
+    # Before verl#6432: the response mask at the start of each row, and the rest of the row filled with ones.
+    mtp_token_mask = torch.ones_like(token_mask) if "mask" in unfix else token_mask
     return {
         "input_ids": input_ids,
         "position_ids": position_ids,
         "packed": packed,
         "labels": depth_targets(input_ids, 0, cu_seqlens),
-        "loss_mask": depth_mask(token_mask, 0, cu_seqlens),
+        "loss_mask": depth_mask(token_mask, 0, cu_seqlens),  # for the policy
+        "mtp_loss_mask": depth_mask(mtp_token_mask, 0, cu_seqlens),  # the same but for --unfix mask
+        "token_mask": token_mask,
+        "prompt_targets": (depth_mask(mtp_token_mask, 1, cu_seqlens) & ~depth_mask(token_mask, 1, cu_seqlens)).sum(),
     }
 
 
@@ -385,162 +411,201 @@ def make_batch(samples, device):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def load_reference(folder, hf_config, **settings):
-    """A model without MTP layers from a checkpoint that has them; no MTP tensor is read (fix 4)."""
-    reference = build_model(without_mtp_config(hf_config), mtp=False, **settings)
-    parameters = dict(reference.named_parameters())
-    with safe_open(f"{folder}/model.safetensors", "pt") as file, torch.no_grad():
-        names = [name for name, _ in drop_mtp_weights((name, None) for name in file.keys())]
-        tensors = ((name, file.get_tensor(name)) for name in names)
-        for name, tensor in hf_to_megatron(tensors, without_mtp_config(hf_config), parameters):
-            parameters[name].copy_(tensor)
-    return reference.requires_grad_(False)
-
-
 def forward(model, batch, **kwargs):
     """Logits `[T, V]` of a packed batch."""
     return model(batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"], **kwargs)[0]
 
 
-def label_logprobs(logits_TV, labels, temperature):
-    """Log-probs `[T]` of the labels and entropy-ready log-softmax under the tempered policy, which is what is sampled."""
+def label_logprobs(logits_TV, batch, temperature):
+    """Log-probs of the response tokens, one after the other, under the tempered policy, from which vLLM samples."""
     logprobs_TV = (logits_TV.float() / temperature).log_softmax(-1)
-    return logprobs_TV.gather(1, labels[0, :, None])[:, 0]
+    return logprobs_TV.gather(1, batch["labels"][0, :, None])[:, 0][batch["loss_mask"][0]]
 
 
 def warm_up(actor, step, args, generator, device):
     """Supervised training of policy and MTP layer, so that both start competent; dense, since all rows are as long."""
     length = MAX_PROMPT + args.response_tokens
     position_ids = torch.arange(length, device=device).expand(args.prompts, -1)
+    labels_from = 2  # the shortest prompt
     for _ in range(args.warmup_steps):
         input_ids = make_sequences(args.prompts, length, args.vocab, generator).to(device)
-        token_mask = position_ids >= 2  # the shortest prompt
-        labels, loss_mask = depth_targets(input_ids, 0), depth_mask(token_mask, 0)
-        with match_vllm_mimo(actor), patch_mtp_loss(actor, rule=args.mtp_rule):
+        labels, loss_mask = depth_targets(input_ids, 0), depth_mask(position_ids >= labels_from, 0)
+        with fixes(actor, args), patch_mtp_loss(actor, rule=args.mtp_rule):
             logits_BSV = actor(input_ids, position_ids, None, labels=labels, loss_mask=loss_mask)
             step(F.cross_entropy(logits_BSV[loss_mask].float(), labels[loss_mask]))
 
 
-def sample(llm, prompts, args, step):
+def sample(llm, prompts, args, step_number):
     """One response a prompt; each request has a seed of its own, so that the result does not depend on scheduling."""
     from vllm import SamplingParams
 
-    params = [
-        SamplingParams(
-            temperature=args.temperature,
-            max_tokens=length,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            seed=(args.seed * 1_000_003 + step) * 1_000_003 + i,
-        )
-        for i, (_, length) in enumerate(prompts)
-    ]
+    first_seed = (args.seed * 1_000_003 + step_number) * 1_000_003
+    settings = dict(temperature=args.temperature, ignore_eos=True, detokenize=False, logprobs=0)
+    params = [SamplingParams(max_tokens=n, seed=first_seed + i, **settings) for i, (_, n) in enumerate(prompts)]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in prompts], params, use_tqdm=False)
     samples = []
     for output in outputs:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        logprobs = [position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True)]
-        samples.append({"prompt": output.prompt_token_ids, "response": tokens, "logprobs": logprobs})
+        tokens = list(output.outputs[0].token_ids)
+        logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        samples.append({"prompt": list(output.prompt_token_ids), "response": tokens, "logprobs": logprobs})
     return samples, outputs
 
 
-def acceptance(samples, outputs, drafts):
-    """Acceptance of a rollout, and the share of accept / reject decisions that the trainer's drafts predict."""
-    counts = counts_from_vllm(outputs)
-    summary = summarize(counts)
+@contextlib.contextmanager
+def fixes(actor, args):
+    """What every forward pass of the MTP layer runs in: vLLM's conventions (fix 5) and recompute (fix 3)."""
+    with contextlib.ExitStack() as stack:
+        if "parity" not in args.unfix:
+            stack.enter_context(match_vllm_mimo(actor))
+        if "recompute" not in args.unfix:
+            stack.enter_context(patch_mtp_recompute())
+        yield
+
+
+def trainer_drafts(actor, batch, **conventions):
+    """The drafts that the engine makes if it holds these weights: one token a slot."""
+    with match_vllm_mimo(actor, **conventions):
+        tokens = draft_tokens(actor, batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"])
+    return tokens[0].tolist()
+
+
+def drafts_by_cause(actor, batch, pushed):
+    """The trainer's drafts with each fault that is known to go unnoticed planted in turn, for `explain_disagreement`."""
+    drafts = {
+        "MTP layer fed the state after the final norm": trainer_drafts(actor, batch, pre_norm=False),
+        "embedding at position 0 not zeroed": trainer_drafts(actor, batch, zero_position0=False),
+    }
+    halves = actor.mtp.layers[0].eh_proj.weight
+    swapped = {name: p for name, p in actor.mtp.state_dict().items() if p is not None}
+    swapped["layers.0.eh_proj.weight"] = torch.cat(halves.detach().chunk(2, 1)[::-1], 1)
+    now = copy.deepcopy(actor.mtp.state_dict())
+    for cause, state in (("halves of input_proj not swapped", swapped), ("stale drafter", pushed)):
+        actor.mtp.load_state_dict(state)
+        drafts[cause] = trainer_drafts(actor, batch)
+        actor.mtp.load_state_dict(now)
+    return drafts
+
+
+def acceptance(samples, outputs, drafts, args):
+    """Acceptance of a rollout and the share of its decisions that the trainer's drafts predict (fix 6)."""
+    summary = summarize(counts_from_vllm(outputs))
     agreed = total = start = 0
     for sample, output in zip(samples, outputs, strict=True):
         tokens = sample["prompt"] + sample["response"]
-        record = output.outputs[0].spec_decode_metrics
+        record = getattr(output.outputs[0], "spec_decode_metrics", None)
+        sample["start"], start = start, start + len(tokens)
         if record is not None:
-            predicted = replay_acceptance(tokens, len(sample["prompt"]), drafts[start : start + len(tokens)])
-            agreed += sum(a == b for a, b in zip(predicted, record.per_step_accepted, strict=False))
-            total += max(len(predicted), len(record.per_step_accepted))
-        start += len(tokens)
-    return {
-        "accept_rate": summary.get("spec/accept_rate_micro"),
-        "accept_length": summary.get("spec/accept_length_micro"),
-        "replay_agreement": agreed / total if total else None,
-        "drafts": total,
-    } | summary
+            sample["decisions"] = record.per_step_accepted
+            predicted = replay_acceptance(tokens, len(sample["prompt"]), drafts[sample["start"] : start])
+            agreed += sum(a == b for a, b in zip(predicted, sample["decisions"], strict=False))
+            total += max(len(predicted), len(sample["decisions"]))
+    rate, length = summary.get("spec/accept_rate_micro"), summary.get("spec/accept_length_micro")
+    if "metrics" in args.unfix and length:
+        rate = length / 2  # before sglang#23530: the token that is never drafted counts as drafted and accepted
+    agreement = agreed / total if total else None
+    return {"accept_rate": rate, "accept_length": length, "replay_agreement": agreement} | summary
 
 
-def estimate_advantages(rewards, values, gamma, gae_lambda):
+def explain_first(samples, drafts, causes):
+    """Which decision of the engine the trainer's drafts do not predict first, and which planted fault predicts it."""
+    for sample in samples:
+        tokens, slots = sample["prompt"] + sample["response"], slice(sample["start"], None)
+        of_causes = {cause: of_cause[slots] for cause, of_cause in causes.items()}
+        answer = explain_disagreement(tokens, len(sample["prompt"]), drafts[slots], sample["decisions"], of_causes)
+        if not answer["agrees"]:
+            return answer["message"]
+    return ""
+
+
+def unswap(named_tensors):
+    """--unfix parity: eh_proj's columns as Megatron has them; vLLM loads them without a word."""
+    for name, tensor in named_tensors:
+        yield name, torch.cat(tensor.chunk(2, 1)[::-1], 1) if name.endswith("input_proj.weight") else tensor
+
+
+def estimate_advantages(rewards, values, args):
     """GAE of one response: advantage and return of each token. values[t] is the value before token t."""
     advantages, running, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        running = reward + gamma * next_value - value + gamma * gae_lambda * running
+        running = reward + args.gamma * next_value - value + args.gamma * args.gae_lambda * running
         next_value = value
-        advantages.append(running)
-    advantages.reverse()
+        advantages.insert(0, running)
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
 
-def score_rollout(actor, reference, value_head, samples, args, device):
-    """Adds old log-probs, advantages and returns to the samples; returns (drafts of the trainer, metrics)."""
-    batch = make_batch(samples, device)
-    counts = batch["loss_mask"][0]
+def score_rollout(actor, reference, value_head, batch, samples, args):
+    """Adds old log-probs, advantages and returns to the samples."""
     with torch.no_grad():
-        with skip_mtp(actor):  # fix 4: a log-prob pass runs no MTP layer
-            old_T = label_logprobs(forward(actor, batch), batch["labels"], args.temperature)[counts]
-            values_T = value_head(actor.trunk_state[:, 0].float())[:, 0][counts]
-        reference_T = label_logprobs(forward(reference, batch), batch["labels"], args.temperature)[counts]
-    with match_vllm_mimo(actor):
-        drafts = draft_tokens(actor, batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"])
-    engine_T = torch.tensor([logprob for sample in samples for logprob in sample["logprobs"]], device=device)
-    kl_T = old_T - reference_T
-    lengths = [len(sample["response"]) for sample in samples]
-    per_sample = zip(samples, *(x.split(lengths) for x in (old_T, values_T, kl_T)), strict=True)
-    rewards = []
-    for sample, old, value, kl in per_sample:
+        with contextlib.nullcontext() if "ref" in args.unfix else skip_mtp(actor):  # fix 4: no MTP layer runs
+            old_N = label_logprobs(forward(actor, batch), batch, args.temperature)
+            values_N = value_head(actor.trunk_state[:, 0].float())[batch["loss_mask"][0], 0]
+        kl_N = old_N - label_logprobs(forward(reference, batch), batch, args.temperature)
+    engine_N = torch.tensor([logprob for sample in samples for logprob in sample["logprobs"]], device=old_N.device)
+    rewards, lengths = [], [len(sample["response"]) for sample in samples]
+    for sample, old, values, kl in zip(samples, *(x.split(lengths) for x in (old_N, values_N, kl_N)), strict=True):
         reward = token_rewards(sample, args.vocab)
         rewards.append(sum(reward) / len(reward))
-        reward = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
-        advantages, returns = estimate_advantages(reward, value.tolist(), args.gamma, args.gae_lambda)
-        sample |= {"old": old, "advantages": torch.tensor(advantages), "returns": torch.tensor(returns)}
-    metrics = {
-        "reward": sum(rewards) / len(rewards),
-        "logprob_gap": (old_T - engine_T).abs().max().item(),
-        "kl": kl_T.mean().item(),
-    }
-    return drafts[0].tolist(), metrics
+        penalised = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
+        advantages, returns = estimate_advantages(penalised, values.tolist(), args)
+        sample |= {"old": old.cpu(), "advantages": torch.tensor(advantages), "returns": torch.tensor(returns)}
+    gap = (old_N - engine_N).abs().max().item()
+    return {"reward": sum(rewards) / len(rewards), "logprob_gap": gap, "kl": kl_N.mean().item()}
 
 
 def update(actor, value_head, step, samples, args, generator, device):
     """PPO epochs over a rollout, the MTP loss riding along; returns metrics averaged over the updates."""
-    totals = dict.fromkeys(("clip_fraction", "policy_grad_norm", "mtp_grad_norm"), 0.0)
-    mtp_loss = mtp_tokens = mtp_correct = 0.0
-    flat = torch.cat([sample["advantages"] for sample in samples])
-    mean, std = flat.mean(), flat.std() + 1e-8
-    num_updates = args.epochs * args.minibatches
+    everyone = torch.cat([sample["advantages"] for sample in samples])
+    sums = collections.Counter()
     for _ in range(args.epochs):
-        order = torch.randperm(len(samples), generator=generator)
-        for indices in order.chunk(args.minibatches):
+        for indices in torch.randperm(len(samples), generator=generator).chunk(args.minibatches):
             part = [samples[i] for i in indices.tolist()]
-            batch = make_batch(part, device)
-            old_T, advantages_T, returns_T = (
+            batch = make_batch(part, device, args.unfix)  # fix 2: the mask
+            old_N, advantages_N, returns_N = (
                 torch.cat([sample[key] for sample in part]).to(device) for key in ("old", "advantages", "returns")
             )
-            counts = batch["loss_mask"][0]
-            # Fixes 1 and 2: the MTP loss trains the MTP layer only, on drafts of response tokens only.
-            # Fix 5: the MTP layer computes what vLLM's drafter will compute. Fix 3: it is recomputed, packed or not.
-            with match_vllm_mimo(actor), patch_mtp_loss(actor, rule=args.mtp_rule) as mtp, patch_mtp_recompute():
-                logits_TV = forward(actor, batch, labels=batch["labels"], loss_mask=batch["loss_mask"])
-                ratio_T = (label_logprobs(logits_TV, batch["labels"], args.temperature)[counts] - old_T).exp()
-                scaled_T = (advantages_T - mean.to(device)) / std.to(device)
-                clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
-                policy_loss = -torch.minimum(ratio_T * scaled_T, clipped_T * scaled_T).mean()
-                value_T = value_head(actor.trunk_state[:, 0].detach().float())[:, 0][counts]
-                norms = step(policy_loss + 0.5 * (value_T - returns_T).square().mean())
-            totals["clip_fraction"] += (ratio_T != clipped_T).float().mean().item() / num_updates
-            totals["policy_grad_norm"] += norms[0] / num_updates
-            totals["mtp_grad_norm"] += norms[1] / num_updates
-            mtp_loss += float(mtp.depths[0]["loss_sum"])
-            mtp_tokens += float(mtp.depths[0]["tokens"])
-            mtp_correct += float(mtp.depths[0]["correct"])
-    return totals | {"mtp_loss": mtp_loss / mtp_tokens, "mtp_top1": mtp_correct / mtp_tokens}
+            advantages_N = (advantages_N - everyone.mean().item()) / (everyone.std().item() + 1e-8)
+            with fixes(actor, args):
+                if "loss" in args.unfix:  # stock megatron-core 0.19: labels from input_ids, loss into head and trunk
+                    logits_TV = forward(actor, batch, loss_mask=batch["token_mask"])
+                    depth = stock_depth()
+                else:
+                    with patch_mtp_loss(actor, rule=args.mtp_rule) as mtp:  # fix 1
+                        logits_TV = forward(actor, batch, labels=batch["labels"], loss_mask=batch["mtp_loss_mask"])
+                    depth = mtp.depths[0]
+                ratio_N = (label_logprobs(logits_TV, batch, args.temperature) - old_N).exp()
+                clipped_N = ratio_N.clamp(1 - args.clip, 1 + args.clip)
+                policy_loss = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).mean()
+                # Detached: the critic must not move the policy either.
+                values_N = value_head(actor.trunk_state[:, 0].detach().float())[batch["loss_mask"][0], 0]
+                policy_norm, mtp_norm = step(policy_loss + 0.5 * (values_N - returns_N).square().mean())
+            sums.update(
+                updates=1,
+                clipped=(ratio_N != clipped_N).float().mean().item(),
+                policy_norm=policy_norm,
+                mtp_norm=mtp_norm,
+                prompt_targets=batch["prompt_targets"].item(),
+                **{name: float(value) for name, value in depth.items()},
+            )
+    return {
+        "mtp_loss": sums["loss_sum"] / max(sums["tokens"], 1),
+        "mtp_top1": sums["correct"] / max(sums["tokens"], 1),
+        "mtp_prompt_share": sums["prompt_targets"] / max(sums["tokens"], 1),
+        "clip_fraction": sums["clipped"] / sums["updates"],
+        "policy_grad_norm": sums["policy_norm"] / sums["updates"],
+        "mtp_grad_norm": sums["mtp_norm"] / sums["updates"],
+    }
+
+
+def stock_depth():
+    """What stock Megatron keeps of its MTP loss, in a global of its own; read and emptied."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    tokens = tracker["total_values"].sum().item()
+    depth = {"loss_sum": tracker["loss_values"].sum().item() * tokens, "tokens": tokens}
+    depth["correct"] = tracker["correct_values"].sum().item()
+    tracker.clear()
+    return depth
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -549,15 +614,17 @@ def update(actor, value_head, step, samples, args, generator, device):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
     for field in dataclasses.fields(Args):
-        kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else {"type": field.type}
-        if field.metadata["choices"]:
-            kind["choices"] = field.metadata["choices"]
+        kind = {"type": field.type, "choices": field.metadata["choices"]}
+        if field.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif field.type is list:
+            kind = {"action": "append", "choices": field.metadata["choices"]}
+        name, default = "--" + field.name.replace("_", "-"), field.default
         parser.add_argument(
-            "--" + field.name.replace("_", "-"), default=field.default, help=field.metadata["help"], **kind
+            name, default=list(default) if field.type is list else default, help=field.metadata["help"], **kind
         )
     return Args(**vars(parser.parse_args(argv)))
 
@@ -568,15 +635,16 @@ def check(args):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}, give 1 or more")
     if args.warmup_steps < 0 or args.response_tokens < 4 or args.vocab < 8 or args.minibatches > args.prompts:
+        raise ValueError("give --warmup-steps of 0 or more, --response-tokens 4, --vocab 8, and a prompt a minibatch")
+    positive = (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip)
+    if not all(0 < value < math.inf for value in positive) or not 0 <= args.mtp_scale < math.inf:
         raise ValueError(
-            "give --warmup-steps of 0 or more, --response-tokens of 4, --vocab of 8 and a prompt a minibatch"
+            "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0, --mtp-scale 0 or more"
         )
-    if not args.temperature > 0 or not args.mtp_scale >= 0 or not args.max_grad_norm > 0:
-        raise ValueError("give a --temperature and --max-grad-norm above 0 and an --mtp-scale of 0 or more")
-    if args.hidden % args.heads or args.heads % args.groups or args.hidden // args.heads % 32:
+    if args.hidden % args.heads or args.heads % args.groups or args.hidden // args.heads not in (32, 64, 96, 128):
         raise ValueError("--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no CUDA device: give cpu, or auto")
+        raise ValueError("--device is cuda, but torch sees no CUDA device: give cpu, or auto")
     if os.path.exists(args.out) and not os.path.isdir(args.out):
         raise ValueError(f"--out {args.out} is a file, give a folder")
     if os.path.isdir(args.out) and os.listdir(args.out) and not args.overwrite:
@@ -612,40 +680,34 @@ def quiet(verbose):
             os.close(stderr)
 
 
-def warn(metrics, args, device):
-    """Loud, not silent: what usually goes unnoticed."""
-    if metrics.get("drafts") and not metrics["accept_rate"]:
-        print(
-            "WARNING: no draft was accepted: drafter without weights, halves not swapped, or another model's?",
-            file=sys.stderr,
-        )
-    if args.drafter == "synced" and metrics["replay_agreement"] is not None and metrics["replay_agreement"] < 0.99:
-        print(
-            "WARNING: the trainer's drafts differ from the engine's: stale or differently computed drafter",
-            file=sys.stderr,
-        )
+def warn(metrics, args, device, explain):
+    """Loud, where a run would go on as if nothing were wrong."""
+    agreement, warnings = metrics["replay_agreement"], []
+    if metrics["accept_rate"] == 0:
+        warnings.append("no draft was accepted: a drafter without weights, halves not swapped, or another model's?")
+    if args.drafter == "synced" and agreement is not None and agreement < 0.99:
+        warnings.append(f"the engine does not draft what the trainer would. {explain()}")
     if device == "cpu" and metrics["logprob_gap"] > 1e-2:
-        print(
-            "WARNING: trainer and engine disagree on log-probs: weights not in step, or another temperature",
-            file=sys.stderr,
-        )
+        warnings.append("trainer and engine differ in log-probs: weights not in step, or another temperature?")
+    for warning in warnings:
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
 
 
-COLUMNS = {  # printed each step; metrics.jsonl has all
-    "step": "{:4d}", "reward": "{:6.3f}", "accept_rate": "{:11.3f}", "replay_agreement": "{:16.4f}", "mtp_loss": "{:8.3f}",
-    "kl": "{:6.3f}", "logprob_gap": "{:11.1e}", "rollout_s": "{:9.2f}", "train_s": "{:7.2f}", "sync_s": "{:6.2f}",
+COLUMNS = {  # printed each step; metrics.jsonl has everything
+    "step": "{:4d}", "reward": "{:6.3f}", "accept_rate": "{:.3f}", "replay_agreement": "{:.4f}", "mtp_loss": "{:.3f}",
+    "kl": "{:6.3f}", "logprob_gap": "{:.1e}", "rollout_s": "{:.2f}", "train_s": "{:.2f}", "sync_s": "{:.2f}",
 }  # fmt: skip
 
 
-def report(lines, args, started):
+def report(lines, args):
     """One aligned line a step on the screen, all of it in metrics.jsonl."""
     line = lines[-1]
     with open(f"{args.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
-    cells = [form.format(line[name]) if line[name] is not None else "-" for name, form in COLUMNS.items()]
-    cells = [cell.rjust(len(name)) for name, cell in zip(COLUMNS, cells, strict=True)]
+    cells = ["-" if line[name] is None else form.format(line[name]) for name, form in COLUMNS.items()]
     per_step = sum(line["rollout_s"] + line["train_s"] + line["sync_s"] for line in lines) / len(lines)
-    print(" ".join(cells), f"  {per_step * (args.steps - len(lines)):.0f} s left", flush=True)
+    cells = [cell.rjust(len(name)) for name, cell in zip(COLUMNS, cells, strict=True)]
+    print(*cells, f" {per_step * (args.steps - line['step'] - 1):.0f} s left", flush=True)
 
 
 def draw(path, lines):
@@ -655,9 +717,9 @@ def draw(path, lines):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5))
-    axes.plot([line["step"] for line in lines], [line["reward"] for line in lines], label="reward")
-    if lines[0]["accept_rate"] is not None:
-        axes.plot([line["step"] for line in lines], [line["accept_rate"] for line in lines], label="acceptance")
+    for name, label in (("reward", "reward"), ("accept_rate", "acceptance")):
+        if lines[0][name] is not None:
+            axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=label)
     axes.set(xlabel="PPO step", ylim=(0, 1))
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -673,24 +735,24 @@ def train(args):
     if args.overwrite:
         shutil.rmtree(args.out, ignore_errors=True)
     os.makedirs(args.out, exist_ok=True)
+    checkpoint = f"{args.out}/checkpoint"
     started = time.perf_counter()
 
     # The actor, its value head, and one optimizer with policy and MTP layer apart.
     torch.set_num_threads(1)  # at this size a second thread costs more than it brings
+    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     with quiet(args.verbose):
         init_megatron(device)
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         torch.manual_seed(args.seed)
-        actor = build_model(
-            hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **(recompute if args.recompute else {})
-        ).to(device)
+        settings = recompute if args.recompute else {}
+        actor = build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings).to(device)
     actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
     mtp_parameters = list(actor.mtp.parameters())
     of_mtp = {id(parameter) for parameter in mtp_parameters}
     policy_parameters = [p for p in [*actor.parameters(), *value_head.parameters()] if id(p) not in of_mtp]
     optimizer = torch.optim.Adam(
-        [{"params": policy_parameters, "lr": args.lr}, {"params": mtp_parameters, "lr": args.mtp_lr}]
+        [{"params": policy_parameters}, {"params": mtp_parameters, "lr": args.mtp_lr}], lr=args.lr
     )
 
     def step(loss):
@@ -705,47 +767,60 @@ def train(args):
     generator = torch.Generator().manual_seed(args.seed)
     print(f"warm-up, {args.warmup_steps} steps", flush=True)
     warm_up(actor, step, args, generator, device)
-    folder = f"{args.out}/checkpoint"
-    write_checkpoint(actor, hf_config, folder)
-    reference = load_reference(folder, hf_config, dtype=dtype).to(device)
+    write_checkpoint(actor, hf_config, checkpoint)
+    reference = load_reference(checkpoint, hf_config, args.unfix, dtype=dtype).to(device)
+    saved = sum(p.nbytes for p in actor.parameters()) - sum(p.nbytes for p in reference.parameters())
+    print(f"reference: {saved:,} bytes of MTP layers not built, 2 MTP forward passes a step not run", flush=True)
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     with quiet(args.verbose):
-        llm = start_engine(folder, process=args.engine == "process", speculate=args.drafter != "none",
-            dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts)  # fmt: skip
+        llm = start_engine(
+            checkpoint,
+            process=args.engine == "process",
+            speculate=args.drafter != "none",
+            dtype=str(dtype).removeprefix("torch."),
+            max_num_seqs=args.prompts,
+        )
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
-    print(f"{time.perf_counter() - started:.0f} s; PPO\n" + " ".join(COLUMNS), flush=True)
+    pushed = copy.deepcopy(actor.mtp.state_dict())
+    print(f"{time.perf_counter() - started:.0f} s; PPO", flush=True)
+    print(*COLUMNS, flush=True)
 
     lines = []
     for step_number in range(args.steps):
         optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.9 * step_number / args.steps)
-        clock = time.perf_counter()
+        clock = [time.perf_counter()]
         prompts = make_prompts(args.prompts, args.response_tokens, args.vocab, generator)
         samples, outputs = sample(llm, prompts, args, step_number)
-        rollout_s = time.perf_counter() - clock
+        clock.append(time.perf_counter())
 
-        clock = time.perf_counter()
-        drafts, metrics = score_rollout(actor, reference, value_head, samples, args, device)
-        metrics |= acceptance(samples, outputs, drafts)  # fix 6
+        batch = make_batch(samples, device)
+        metrics = score_rollout(actor, reference, value_head, batch, samples, args)  # fix 4
+        drafts = trainer_drafts(actor, batch)
+        metrics |= acceptance(samples, outputs, drafts, args)  # fix 6
+
+        def explain(samples=samples, drafts=drafts, batch=batch):
+            return explain_first(samples, drafts, drafts_by_cause(actor, batch, pushed))
+
+        warn(metrics, args, device, explain)
         metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
-        train_s = time.perf_counter() - clock
+        clock.append(time.perf_counter())
 
-        clock = time.perf_counter()
         named_tensors = megatron_to_hf(actor.named_parameters(), hf_config)
-        sync_weights(llm, named_tensors, drafter=args.drafter == "synced")  # fix 5
-        sync_s = time.perf_counter() - clock
+        to_drafter = args.drafter == "synced" and "sync" not in args.unfix
+        sync_weights(
+            llm, unswap(named_tensors) if "parity" in args.unfix else named_tensors, drafter=to_drafter
+        )  # fix 5
+        if to_drafter:
+            pushed = copy.deepcopy(actor.mtp.state_dict())
+        clock.append(time.perf_counter())
 
-        tokens = sum(len(sample["response"]) for sample in samples)
-        seconds = {
-            "rollout_s": rollout_s,
-            "train_s": train_s,
-            "sync_s": sync_s,
-            "rollout_tokens_per_s": tokens / rollout_s,
-        }
-        lines.append({"step": step_number} | metrics | seconds)
-        report(lines, args, started)
-        warn(metrics, args, device)
+        seconds = [end - start for start, end in itertools.pairwise(clock)]
+        metrics |= dict(zip(("rollout_s", "train_s", "sync_s"), seconds, strict=True))
+        metrics["rollout_tokens_per_s"] = sum(len(sample["response"]) for sample in samples) / seconds[0]
+        lines.append({"step": step_number} | metrics)
+        report(lines, args)
 
-    write_checkpoint(actor, hf_config, folder)
+    write_checkpoint(actor, hf_config, checkpoint)
     draw(f"{args.out}/curves.png", lines)
 
 
