@@ -18,10 +18,10 @@ Rule    Depth k's loss at slot t is the cross entropy of token t+1+k, over the s
                         grad rows [n, h] <--head, transposed--------------------------------+
                         kept for backward             (then the chunk's logits are freed)
 Source  slime#709, verl#6432, miles#3211 (the head moves); slime#746, xtuner#2048 (detached and recomputed, nothing
-        trains); Megatron-LM#3396 (a rank without tokens), #7452 (micro-batches of unequal count). Replaces
-        GPTModel._postprocess, in megatron-core 0.17 to 0.19 around process_mtp_loss; in 0.16 the loss is inline.
-Shapes  s slots of this rank, b rows, h hidden size, n masked-in slots, V this rank's share of the vocabulary, K depths.
-        labels and loss_mask are label-aligned: slot t speaks of token t+1 (mtp_mask.py makes them).
+        trains); Megatron-LM#3396 (a rank without tokens), #7452 (micro-batches of unequal count). Stands in for
+        _postprocess of megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
+Shapes  s slots of this rank, b rows, h hidden size (D in names), n or N masked-in slots, T all s x b slots, K depths, V
+        this rank's share of the vocabulary. labels and loss_mask are label-aligned: slot t speaks of token t+1.
 Use     with patch_mtp_loss(model) as mtp:
             logits = model(input_ids, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
             policy_loss(logits).backward()  # trains the MTP layers too
@@ -132,7 +132,7 @@ def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_p
     """Give the token that depth 1 drafts at each slot: `[b, s]` int64, slot t holds the arg-max token for t+2.
 
     Arguments as for the model's own forward. Runs without grad and in evaluation mode, inside patch_mtp_loss too, and
-    leaves all as it was. Tensor-parallel ranks get the same tokens. RuntimeError for a model that runs no MTP.
+    leaves all as it was. Tensor-parallel ranks get the same tokens. RuntimeError or ValueError as in patch_mtp_loss.
     """
     while hasattr(model, "module"):
         model = model.module
@@ -144,10 +144,10 @@ def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_p
     def postprocess(**arguments):
         hidden, *_ = _run_mtp(model, arguments, detach_trunk=True)
         with _whole_sequence(hidden, model.output_layer) as whole:
-            flat_TH = whole.reshape(-1, whole.shape[2])
-            slots_T = torch.arange(len(flat_TH), device=whole.device)
+            flat_TD = whole.reshape(-1, whole.shape[2])
+            slots_T = torch.arange(len(flat_TD), device=whole.device)
             nothing_T = torch.zeros_like(slots_T)  # there are no targets; any token will do
-            token_T = _score_slots(flat_TH, model.output_layer, _tied_weight(model), slots_T, nothing_T, 1024, False)[1]
+            token_T = _score_slots(flat_TD, model.output_layer, _tied_weight(model), slots_T, nothing_T, 1024, False)[1]
             return token_T.view(whole.shape[:2]).t().contiguous()
 
     training = [module for module in model.modules() if module.training]
@@ -165,14 +165,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad):
-        flat_TH = hidden.reshape(-1, hidden.shape[2])
-        loss_N, token_N, grad_NH = _score_slots(
-            flat_TH, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad
+        flat_TD = hidden.reshape(-1, hidden.shape[2])
+        loss_N, token_N, grad_ND = _score_slots(
+            flat_TD, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad
         )
-        loss_T = loss_N.new_zeros(len(flat_TH)).index_copy_(0, slots_N, loss_N)
+        loss_T = loss_N.new_zeros(len(flat_TD)).index_copy_(0, slots_N, loss_N)
         correct_T = torch.zeros_like(loss_T, dtype=torch.bool).index_copy_(0, slots_N, token_N == targets_N)
         loss, correct = (x.view(hidden.shape[:2]).t().contiguous() for x in (loss_T, correct_T))
-        ctx.save_for_backward(slots_N, grad_NH)
+        ctx.save_for_backward(slots_N, grad_ND)
         ctx.shape = hidden.shape
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -180,22 +180,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        slots_N, grad_NH = ctx.saved_tensors
-        scaled_NH = (grad_NH * grad_loss.t().reshape(-1)[slots_N, None]).to(grad_NH.dtype)
-        grad = grad_NH.new_zeros(ctx.shape)
-        grad.view(-1, ctx.shape[2]).index_copy_(0, slots_N, scaled_NH)
+        slots_N, grad_ND = ctx.saved_tensors
+        scaled_ND = (grad_ND * grad_loss.t().reshape(-1)[slots_N, None]).to(grad_ND.dtype)
+        grad = grad_ND.new_zeros(ctx.shape)
+        grad.view(-1, ctx.shape[2]).index_copy_(0, slots_N, scaled_ND)
         return grad, None, None, None, None, None, None
 
 
-def _score_slots(flat_TH, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad):
-    """loss_N, arg-max token_N and, if wanted, d loss / d hidden as grad_NH; the logits of one chunk live at a time."""
+def _score_slots(flat_TD, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad):
+    """loss_N, arg-max token_N and, if wanted, d loss / d hidden as grad_ND; the logits of one chunk live at a time."""
     group = _vocabulary_group(output_layer)
-    loss_N = flat_TH.new_empty(len(slots_N), dtype=_wide(flat_TH.dtype))
+    loss_N = flat_TD.new_empty(len(slots_N), dtype=_wide(flat_TD.dtype))
     token_N = torch.empty_like(targets_N)
-    grad_NH = flat_TH.new_empty(len(slots_N) if wants_grad else 0, flat_TH.shape[1])
+    grad_ND = flat_TD.new_empty(len(slots_N) if wants_grad else 0, flat_TD.shape[1])
     for start in range(0, len(slots_N), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        rows = flat_TH[slots_N[chunk]].detach().requires_grad_(wants_grad)
+        rows = flat_TD[slots_N[chunk]].detach().requires_grad_(wants_grad)
         with torch.set_grad_enabled(wants_grad):
             logits, bias = output_layer(rows[:, None], weight=weight)
             logits = logits if bias is None else logits + bias.detach()
@@ -203,9 +203,9 @@ def _score_slots(flat_TH, output_layer, weight, slots_N, targets_N, chunk_tokens
             _check_targets(targets_N, logits.shape[2] * (group.size() if group else 1))
         loss_N[chunk], token_N[chunk], dlogits = _score(logits.detach()[:, 0], targets_N[chunk], group, wants_grad)
         if wants_grad:  # by the layer's own backward, which also sums over tensor-parallel ranks
-            grad_NH[chunk] = torch.autograd.grad(logits, rows, dlogits[:, None])[0]
+            grad_ND[chunk] = torch.autograd.grad(logits, rows, dlogits[:, None])[0]
         del logits, dlogits  # or they would live on while the next chunk is projected
-    return loss_N, token_N, grad_NH
+    return loss_N, token_N, grad_ND
 
 
 def _score(logits_NV, targets_N, group, wants_grad):
@@ -302,16 +302,18 @@ def _rolled(model, arguments, rule):
     """Yields targets and mask [b, s] of depths 1, 2 and so on; Megatron's roll knows documents and zig-zag shards."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    _check_mask(arguments["loss_mask"])
-    # Rolled as one tensor, so that labels and mask can't be rolled unequally often.
-    both = torch.stack([arguments["labels"], arguments["loss_mask"].to(arguments["labels"].dtype)])
+    labels, mask, packed = arguments["labels"], arguments["loss_mask"], arguments["packed_seq_params"]
+    _check_mask(mask)
+    if labels.shape != mask.shape:
+        came = f"labels has shape {list(labels.shape)}, loss_mask {list(mask.shape)}"
+        raise ValueError(f"{came}; wanted the same [b, s]: cut both alike")
+    # Rolled as one tensor, so that neither can be rolled more often than the other.
+    both = torch.stack([labels, mask.to(labels.dtype)])
     drafted = both[1]
     while True:
-        both, _ = roll_tensor(
-            both, shifts=-1, dims=-1, cp_group=model.mtp.cp_group, packed_seq_params=arguments["packed_seq_params"]
-        )
+        both, _ = roll_tensor(both, shifts=-1, dims=-1, cp_group=model.mtp.cp_group, packed_seq_params=packed)
         drafted = drafted * both[1]
-        yield both[0], drafted if rule == "drafted" else both[1]
+        yield both[0], (drafted if rule == "drafted" else both[1]).bool()
 
 
 @contextmanager
@@ -416,7 +418,7 @@ def measure_gradients(detach_trunk, tied=False, depths=1, recompute=False):
 
     import train_mimo  # for the demo alone; the fix needs none of its siblings
 
-    MTPLossLoggingHelper.tracker.clear()  # class-wide: a model with more depths than the last crashes on it (slime#2131)
+    MTPLossLoggingHelper.tracker.clear()  # class-wide: a model with more depths than the last crashes (slime#2131)
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     config = train_mimo.mimo_config(hidden_size=32, num_heads=2, ffn_size=32, mtp_layers=depths, tied=tied)
     model = train_mimo.build_model(config, **full if recompute else {})

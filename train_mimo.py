@@ -508,7 +508,7 @@ def acceptance(samples, outputs, drafts, args):
 
 def explain_first(samples, drafts, causes):
     """Which decision of the engine the trainer's drafts do not predict first, and which planted fault predicts it."""
-    for sample in samples:
+    for sample in (sample for sample in samples if "decisions" in sample):
         tokens, slots = sample["prompt"] + sample["response"], slice(sample["start"], None)
         of_causes = {cause: of_cause[slots] for cause, of_cause in causes.items()}
         answer = explain_disagreement(tokens, len(sample["prompt"]), drafts[slots], sample["decisions"], of_causes)
@@ -680,17 +680,15 @@ def quiet(verbose):
             os.close(stderr)
 
 
-def warn(metrics, args, device, explain):
-    """Loud, where a run would go on as if nothing were wrong."""
-    agreement, warnings = metrics["replay_agreement"], []
+def problems_of(metrics, args, device):
+    """What a run must not pass over in silence."""
+    agreement = metrics["replay_agreement"]
     if metrics["accept_rate"] == 0:
-        warnings.append("no draft was accepted: a drafter without weights, halves not swapped, or another model's?")
+        yield "No draft was accepted: a drafter without weights, or with another model's?"
     if args.drafter == "synced" and agreement is not None and agreement < 0.99:
-        warnings.append(f"the engine does not draft what the trainer would. {explain()}")
+        yield "The engine does not draft what the trainer would."
     if device == "cpu" and metrics["logprob_gap"] > 1e-2:
-        warnings.append("trainer and engine differ in log-probs: weights not in step, or another temperature?")
-    for warning in warnings:
-        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+        yield "Trainer and engine differ in log-probs: weights not in step, or another temperature?"
 
 
 COLUMNS = {  # printed each step; metrics.jsonl has everything
@@ -798,10 +796,9 @@ def train(args):
         drafts = trainer_drafts(actor, batch)
         metrics |= acceptance(samples, outputs, drafts, args)  # fix 6
 
-        def explain(samples=samples, drafts=drafts, batch=batch):
-            return explain_first(samples, drafts, drafts_by_cause(actor, batch, pushed))
-
-        warn(metrics, args, device, explain)
+        if problems := list(problems_of(metrics, args, device)):
+            cause = explain_first(samples, drafts, drafts_by_cause(actor, batch, pushed))
+            print("WARNING:", *problems, cause, file=sys.stderr, flush=True)
         metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
         clock.append(time.perf_counter())
 

@@ -44,6 +44,7 @@ def random_slots(s, b, h=16, vocab=50, num_counted=None, dtype=torch.float32, se
     hidden = torch.randn(s, b, h, generator=generator).to(dtype)
     weight = torch.randn(vocab, h, generator=generator).to(dtype)
     targets = torch.randint(vocab, (b, s), generator=generator)
+    targets[:, ::2] = (hidden @ weight.t()).argmax(-1).t()[:, ::2]  # so that top-1 is right in half of the slots
     mask = torch.zeros(b * s)
     mask[torch.randperm(b * s, generator=generator)[: b * s if num_counted is None else num_counted]] = 1
     return hidden, weight, targets, mask.view(b, s)
@@ -182,6 +183,19 @@ def test_a_heads_bias_counts_and_neither_bias_nor_weight_gets_a_gradient(skip_bi
     assert head.weight.grad is None and head.bias.grad is None and (shared is None or shared.grad is None)
 
 
+def test_the_head_is_run_frozen_so_that_megatron_computes_no_weight_gradient():
+    hidden, weight, targets, mask = random_slots(9, 2)
+    weight.requires_grad_()
+
+    def head(rows, weight=None):
+        assert rows.requires_grad and not weight.requires_grad  # ColumnParallelLinear looks at just that
+        return plain_head(rows, weight)
+
+    run(mtp_cross_entropy, hidden, head, targets, mask, output_weight=weight)
+    head.weight = weight
+    run(mtp_cross_entropy, hidden, head, targets, mask)
+
+
 def test_targets_of_slots_that_do_not_count_may_be_anything():
     hidden, weight, targets, mask = random_slots(9, 2, num_counted=5)
     clean = run(mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight)
@@ -268,14 +282,14 @@ def batch_of(documents, masks=None, *, dense=False):
     )
 
 
-def random_documents(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(64, (length,), generator=generator).tolist() for length in lengths]
+def random_documents(*lengths, vocab=64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def two_documents():
+def two_documents(vocab=64):
     masks = [[0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 0, 1, 1]]
-    return batch_of(random_documents(12, 8), masks)
+    return batch_of(random_documents(12, 8, vocab=vocab), masks)
 
 
 def policy_loss(logits, batch):
@@ -321,10 +335,10 @@ def head_weight(model):
 @pytest.mark.parametrize("rule", ["target", "drafted"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_depths_sum_is_that_of_a_slow_loop_from_its_hidden_states(tiny, tied, rule):
-    model, batch = tiny(mtp_layers=3, tied=tied), two_documents()
+    model, batch = tiny(mtp_layers=3, tied=tied, vocab_size=4), two_documents(vocab=4)
     with patch_mtp_loss(model, rule=rule, chunk_tokens=3) as mtp:
         states = hidden_states_of(model, lambda: model(**batch.inputs, **batch.targets))
-    assert len(mtp.depths) == 3
+    assert len(mtp.depths) == 3 and sum(depth["correct"] for depth in mtp.depths) > 3
     for depth, (state, got) in enumerate(zip(states, mtp.depths, strict=True), start=1):
         pairs = list(slow_pairs(batch, depth, rule))
         logits = (state[:, 0] @ head_weight(model).t()).double()
@@ -504,9 +518,13 @@ def test_lambda_zero_gives_zero_gradients_and_still_reports(tiny):
 
 
 @pytest.mark.parametrize("denominator", [None, 0, [0]])
-def test_a_mask_of_zeros_gives_zero_gradients_not_none_and_not_nan(tiny, denominator):
-    model, batch = tiny(), batch_of(random_documents(7), [[0] * 7])
+def test_a_mask_of_zeros_gives_zero_gradients_not_none_and_not_nan(tiny, denominator, monkeypatch):
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    model, batch, losses, apply = tiny(), batch_of(random_documents(7), [[0] * 7]), [], MTPLossAutoScaler.apply
+    monkeypatch.setattr(MTPLossAutoScaler, "apply", lambda hidden, loss: losses.append(loss) or apply(hidden, loss))
     got, (depth,) = gradients(model, batch, policy=0.0, denominator=denominator)
+    assert losses == [0]  # Megatron 0.16: 0 / 0
     assert depth == dict(loss_sum=0, tokens=0, correct=0)
     assert all(grad is not None and not grad.any() for name, grad in got.items() if name.startswith("mtp."))
 
@@ -628,6 +646,8 @@ def test_labels_without_a_mask_are_an_error(tiny):
             model(**batch.inputs, labels=batch.targets["labels"])
         with pytest.raises(ValueError, match="the mask holds 2.0; wanted 0 or 1"):
             model(**batch.inputs, labels=batch.targets["labels"], loss_mask=2 * batch.targets["loss_mask"])
+        with pytest.raises(ValueError, match=r"labels has shape \[1, 20\], loss_mask \[1, 19\]; wanted the same"):
+            model(**batch.inputs, labels=batch.targets["labels"], loss_mask=batch.targets["loss_mask"][:, 1:])
 
 
 def test_patching_twice_is_an_error(tiny):
@@ -890,7 +910,7 @@ def test_data_parallel_gradients_with_denominator_sum_to_the_undivided_batchs(me
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depths", [1, 2])
 def test_a_draft_is_depth_ones_arg_max_for_the_token_after_next(tiny, depths, tied):
-    model, batch = tiny(mtp_layers=depths, tied=tied), two_documents()
+    model, batch = tiny(mtp_layers=depths, tied=tied, vocab_size=4), two_documents(vocab=4)
     model.decoder.eval()  # a mixture of modes, to be kept
     modes = [module.training for module in model.modules()]
     drafts = []
@@ -902,7 +922,8 @@ def test_a_draft_is_depth_ones_arg_max_for_the_token_after_next(tiny, depths, ti
     with patch_mtp_loss(model) as mtp:  # top-1 of depth 1 is how often the draft in slot t is token t+2
         model(**batch.inputs, **batch.targets)
         assert torch.equal(draft_tokens(model, **batch.inputs), draft)
-        assert mtp.depths[0]["correct"] == sum(int(draft[0, t] == y) for t, y in slow_pairs(batch, 1, "target"))
+        correct = sum(int(draft[0, t] == y) for t, y in slow_pairs(batch, 1, "target"))
+        assert mtp.depths[0]["correct"] == correct > 0
         model(**batch.inputs, **batch.targets)
         assert len(mtp.depths) == depths
 
