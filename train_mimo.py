@@ -30,6 +30,7 @@ import logging
 import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -45,13 +46,22 @@ from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
-from spec_metrics import counts_from_vllm, explain_disagreement, replay_acceptance, summarize
+from spec_metrics import (
+    SpecCounts,
+    counts_from_vllm,
+    decisions_from_gains,
+    explain_disagreement,
+    replay_acceptance,
+    speedup_estimate,
+    summarize,
+)
 
 # vLLM reads these when it is imported, here and in its worker processes.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # on CPU, compiling stalls the first step by 16 to 20 s
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # on CPU, compiling stalls the first step by 16 to 20 s
 
 
 def option(default, sentence, choices=None):
@@ -70,11 +80,12 @@ class Args:
     seed: int = option(0, "seed of weights, prompts and sampling; the same seed gives the same numbers")
     out: str = option("runs/mimo", "folder for metrics.jsonl, curves.png and checkpoint/")
     overwrite: bool = option(False, "use --out although it holds something, deleting what it holds")
-    device: str = option("auto", "where to train and sample; auto takes CUDA where there is one", ["auto", "cpu", "cuda"])
-    drafter: str = option("synced", "push weights to the drafter, never do, or sample without", ["none", "frozen", "synced"])
+    device: str = option("auto", "where to train and sample; auto: CUDA if there is one", ["auto", "cpu", "cuda"])
+    drafter: str = option("synced", "push to the drafter, never do, or sample without", ["none", "frozen", "synced"])
     engine: str = option("inprocess", "vLLM in this process (starts quicker) or in its own", ["inprocess", "process"])
     unfix: list = option((), "take a fix out, to see what it is for; repeatable", UNFIX)
-    temperature: float = option(1.0, "sampling temperature; log-probs are those of the tempered distribution everywhere")
+    baseline: str = option("", "folder of a finished run with --drafter none, to report the measured speed-up against")
+    temperature: float = option(1.0, "sampling temperature; all log-probs are of the tempered distribution")
     mtp_scale: float = option(0.2, "lambda, the weight of the MTP loss")
     mtp_rule: str = option("drafted", "which slots train the MTP layer, see mtp_mask.py", ["target", "drafted"])
     recompute: bool = option(True, "full activation recompute, of trunk and MTP layer")
@@ -97,6 +108,7 @@ class Args:
     groups: int = option(2, "query groups, that is key/value heads")
     ffn: int = option(256, "feed-forward size")
     vocab: int = option(64, "vocabulary")
+    symbols: int = option(64, "how many tokens of the vocabulary the task counts with")
 # fmt: on
 
 
@@ -428,7 +440,7 @@ def warm_up(actor, step, args, generator, device):
     position_ids = torch.arange(length, device=device).expand(args.prompts, -1)
     labels_from = 2  # the shortest prompt
     for _ in range(args.warmup_steps):
-        input_ids = make_sequences(args.prompts, length, args.vocab, generator).to(device)
+        input_ids = make_sequences(args.prompts, length, args.symbols, generator).to(device)
         labels, loss_mask = depth_targets(input_ids, 0), depth_mask(position_ids >= labels_from, 0)
         with fixes(actor, args), patch_mtp_loss(actor, rule=args.mtp_rule):
             logits_BSV = actor(input_ids, position_ids, None, labels=labels, loss_mask=loss_mask)
@@ -442,13 +454,37 @@ def sample(llm, prompts, args, step_number):
     first_seed = (args.seed * 1_000_003 + step_number) * 1_000_003
     settings = dict(temperature=args.temperature, ignore_eos=True, detokenize=False, logprobs=0)
     params = [SamplingParams(max_tokens=n, seed=first_seed + i, **settings) for i, (_, n) in enumerate(prompts)]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in prompts], params, use_tqdm=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt, _ in prompts]
+    outputs, decisions = generate(llm, inputs, params)
     samples = []
-    for output in outputs:
+    for output, decided in zip(outputs, decisions, strict=True):
         tokens = list(output.outputs[0].token_ids)
         logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        samples.append({"prompt": list(output.prompt_token_ids), "response": tokens, "logprobs": logprobs})
+        samples.append(
+            {"prompt": output.prompt_token_ids, "response": tokens, "logprobs": logprobs, "decisions": decided}
+        )
     return samples, outputs
+
+
+def generate(llm, inputs, params):
+    """vLLM's outputs and each request's accept / reject decisions (None without speculation)."""
+    if hasattr(llm.llm_engine.vllm_config.observability_config, "per_request_spec_decode_metrics"):
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        records = [output.outputs[0].spec_decode_metrics for output in outputs]
+        return outputs, [None if record is None else record.per_step_accepted for record in records]
+    # vLLM 0.25.1 keeps no record: step the engine by hand and see how many tokens each request gains.
+    gains, finished = collections.defaultdict(list), {}
+    for i, (request, param) in enumerate(zip(inputs, params, strict=True)):
+        llm.llm_engine.add_request(str(i), request, param)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            total = gains[output.request_id]
+            total.append(len(output.outputs[0].token_ids) - sum(total))
+            if output.finished:
+                finished[output.request_id] = output
+    speculates = llm.llm_engine.vllm_config.speculative_config is not None
+    order = [str(i) for i in range(len(inputs))]
+    return [finished[i] for i in order], [decisions_from_gains(gains[i]) if speculates else None for i in order]
 
 
 @contextlib.contextmanager
@@ -488,17 +524,19 @@ def drafts_by_cause(actor, batch, pushed):
 
 def acceptance(samples, outputs, drafts, args):
     """Acceptance of a rollout and the share of its decisions that the trainer's drafts predict (fix 6)."""
-    summary = summarize(counts_from_vllm(outputs))
-    agreed = total = start = 0
-    for sample, output in zip(samples, outputs, strict=True):
-        tokens = sample["prompt"] + sample["response"]
-        record = getattr(output.outputs[0], "spec_decode_metrics", None)
+    counts, agreed, total, start = counts_from_vllm(outputs), 0, 0, 0
+    for i, sample in enumerate(samples):
+        tokens, decisions = sample["prompt"] + sample["response"], sample["decisions"]
         sample["start"], start = start, start + len(tokens)
-        if record is not None:
-            sample["decisions"] = record.per_step_accepted
-            predicted = replay_acceptance(tokens, len(sample["prompt"]), drafts[sample["start"] : start])
-            agreed += sum(a == b for a, b in zip(predicted, sample["decisions"], strict=False))
-            total += max(len(predicted), len(sample["decisions"]))
+        if decisions is None:
+            continue
+        predicted = replay_acceptance(tokens, len(sample["prompt"]), drafts[sample["start"] : start])
+        agreed += sum(b is None or a == b for a, b in zip(predicted, decisions, strict=False))  # None: cut off, unknown
+        total += max(len(predicted), len(decisions))
+        if counts[i] is None:
+            known = [decision for decision in decisions if decision is not None]
+            counts[i] = SpecCounts(len(known), sum(known), len(known))
+    summary = summarize(counts)
     rate, length = summary.get("spec/accept_rate_micro"), summary.get("spec/accept_length_micro")
     if "metrics" in args.unfix and length:
         rate = length / 2  # before sglang#23530: the token that is never drafted counts as drafted and accepted
@@ -508,7 +546,7 @@ def acceptance(samples, outputs, drafts, args):
 
 def explain_first(samples, drafts, causes):
     """Which decision of the engine the trainer's drafts do not predict first, and which planted fault predicts it."""
-    for sample in (sample for sample in samples if "decisions" in sample):
+    for sample in (sample for sample in samples if sample["decisions"] is not None):
         tokens, slots = sample["prompt"] + sample["response"], slice(sample["start"], None)
         of_causes = {cause: of_cause[slots] for cause, of_cause in causes.items()}
         answer = explain_disagreement(tokens, len(sample["prompt"]), drafts[slots], sample["decisions"], of_causes)
@@ -543,7 +581,7 @@ def score_rollout(actor, reference, value_head, batch, samples, args):
     engine_N = torch.tensor([logprob for sample in samples for logprob in sample["logprobs"]], device=old_N.device)
     rewards, lengths = [], [len(sample["response"]) for sample in samples]
     for sample, old, values, kl in zip(samples, *(x.split(lengths) for x in (old_N, values_N, kl_N)), strict=True):
-        reward = token_rewards(sample, args.vocab)
+        reward = token_rewards(sample, args.symbols)
         rewards.append(sum(reward) / len(reward))
         penalised = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
         advantages, returns = estimate_advantages(penalised, values.tolist(), args)
@@ -634,8 +672,15 @@ def check(args):
     for name in ("steps", "prompts", "epochs", "minibatches", "layers", "hidden", "heads", "groups", "ffn"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}, give 1 or more")
-    if args.warmup_steps < 0 or args.response_tokens < 4 or args.vocab < 8 or args.minibatches > args.prompts:
-        raise ValueError("give --warmup-steps of 0 or more, --response-tokens 4, --vocab 8, and a prompt a minibatch")
+    if (
+        args.warmup_steps < 0
+        or args.response_tokens < 4
+        or not 8 <= args.symbols <= args.vocab
+        or args.minibatches > args.prompts
+    ):
+        raise ValueError(
+            "give --warmup-steps of 0 or more, --response-tokens 4, --symbols 8 to --vocab, and a prompt a minibatch"
+        )
     positive = (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip)
     if not all(0 < value < math.inf for value in positive) or not 0 <= args.mtp_scale < math.inf:
         raise ValueError(
@@ -649,6 +694,8 @@ def check(args):
         raise ValueError(f"--out {args.out} is a file, give a folder")
     if os.path.isdir(args.out) and os.listdir(args.out) and not args.overwrite:
         raise ValueError(f"--out {args.out} is not empty, give another folder or --overwrite")
+    if args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl"):
+        raise ValueError(f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run")
     parent = os.path.abspath(args.out)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
@@ -777,17 +824,26 @@ def train(args):
             speculate=args.drafter != "none",
             dtype=str(dtype).removeprefix("torch."),
             max_num_seqs=args.prompts,
+            enforce_eager=device == "cpu",
+            gpu_memory_utilization=0.3,
         )
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
     pushed = copy.deepcopy(actor.mtp.state_dict())
+    head, mtp_size = hf_config["vocab_size"] * args.hidden, sum(p.numel() for p in mtp_parameters)
+    trunk_size = sum(p.numel() for p in actor.decoder.parameters())
+    draft_cost_ratio = (mtp_size + head) / (trunk_size + head)  # by parameters read, what decoding is bound by
     print(f"{time.perf_counter() - started:.0f} s; PPO", flush=True)
     print(*COLUMNS, flush=True)
+
+    if args.baseline:
+        with open(f"{args.baseline}/metrics.jsonl") as file:
+            baseline = statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in file)
 
     lines = []
     for step_number in range(args.steps):
         optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.9 * step_number / args.steps)
         clock = [time.perf_counter()]
-        prompts = make_prompts(args.prompts, args.response_tokens, args.vocab, generator)
+        prompts = make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
         samples, outputs = sample(llm, prompts, args, step_number)
         clock.append(time.perf_counter())
 
@@ -814,6 +870,10 @@ def train(args):
         seconds = [end - start for start, end in itertools.pairwise(clock)]
         metrics |= dict(zip(("rollout_s", "train_s", "sync_s"), seconds, strict=True))
         metrics["rollout_tokens_per_s"] = sum(len(sample["response"]) for sample in samples) / seconds[0]
+        if metrics["accept_length"]:
+            metrics |= speedup_estimate(metrics["accept_length"], draft_cost_ratio)
+        if args.baseline:
+            metrics["spec/speedup_measured"] = metrics["rollout_tokens_per_s"] / baseline
         lines.append({"step": step_number} | metrics)
         report(lines, args)
 
