@@ -135,7 +135,8 @@ def context_parallel_slice(tensor, cu_seqlens, cp_size, cp_rank):
     _check_tensor("tensor", tensor)
     cp_size, cp_rank = _as_int("cp_size", cp_size, at_least=1), _as_int("cp_rank", cp_rank, at_least=0)
     if cp_rank >= cp_size:
-        raise ValueError(f"cp_rank is {cp_rank}, cp_size {cp_size}; wanted a rank from 0 to {cp_size - 1}")
+        wanted = f"a rank from 0 to {cp_size - 1}: take both from one group"
+        raise ValueError(f"cp_rank is {cp_rank}, cp_size {cp_size}; wanted {wanted}")
     pieces = [tensor[..., :0]]  # a pack without documents needs something to concatenate
     for row, (start, end) in enumerate(pairwise(_offsets("cu_seqlens", cu_seqlens, tensor.shape[-1]))):
         chunk, rest = divmod(end - start, 2 * cp_size)

@@ -38,10 +38,14 @@ def without_mtp_config(hf_config):
     hf_config  a PretrainedConfig or a plain dict. Where num_nextn_predict_layers and mtp_num_hidden_layers exist they
                become 0, also inside text_config; a field that does not exist is not added.
 
-    Returns the copy; hf_config is unchanged and stays the actor's. TypeError for what is no config.
+    Returns the copy; hf_config is unchanged and stays the actor's. TypeError for what is no config or can't be copied.
     """
     _parts(hf_config)  # deepcopy would speak first, and of pickling
-    disabled = copy.deepcopy(hf_config)
+    try:
+        disabled = copy.deepcopy(hf_config)
+    except Exception as error:
+        came = f"hf_config holds what cannot be copied ({error!s:.60})"
+        raise TypeError(f"{came}; wanted plain values: take out locks, handles and the like") from error
     for part in _parts(disabled):
         for name in COUNT_NAMES:
             if isinstance(part, dict) and name in part:

@@ -117,9 +117,13 @@ def _read_counters(snapshot, what):
     counters = {}
     for metric in _items(snapshot, what):
         name = getattr(metric, "name", None)
-        if name in (*VLLM_COUNTERS, VLLM_PER_POSITION):
+        if isinstance(name, str) and name in (*VLLM_COUNTERS, VLLM_PER_POSITION):
+            labels = getattr(metric, "labels", {})
+            if not isinstance(labels, Mapping):
+                came = f"{what}: got labels {labels!r:.80} of {name}"
+                raise TypeError(f"{came}, wanted a dict; pass what llm.get_metrics() returns")
             values = getattr(metric, "values", None) if name == VLLM_PER_POSITION else [getattr(metric, "value", None)]
-            key = name, str(sorted(dict(getattr(metric, "labels", {})).items()))
+            key = name, str(sorted(labels.items(), key=str))
             counters[key] = _add([counters.get(key, []), _counts(values, f"{what}: {name}")])
     return counters
 
@@ -135,7 +139,8 @@ def counts_from_sglang(meta_infos):
 
 def _sglang_record(meta, where):
     if meta is not None and not isinstance(meta, Mapping):
-        raise TypeError(f"{where}: got {type(meta).__name__}, wanted SGLang's meta_info dict (or None)")
+        wanted = "SGLang's meta_info dict (or None); pass output['meta_info']"
+        raise TypeError(f"{where}: got {type(meta).__name__}, wanted {wanted}")
     meta = {key: value for key, value in (meta or {}).items() if value is not None}
     seen = [key for pair in (("spec_verify_ct",), *SGLANG_NAMES) for key in pair if key in meta]
     if not seen:
@@ -149,7 +154,8 @@ def _sglang_record(meta, where):
     if histogram is not None:
         histogram_steps, positions = _from_histogram(histogram, where)
         if histogram_steps != steps:
-            raise ValueError(f"{where}: got a histogram of {histogram_steps} steps, wanted spec_verify_ct = {steps}")
+            came = f"{where}: got a histogram of {histogram_steps} steps"
+            raise ValueError(f"{came}, wanted spec_verify_ct = {steps}; pass both of one request")
     return _checked(where, meta[pair[0]], meta[pair[1]], steps, positions, num_tokens=meta.get("completion_tokens"))
 
 
@@ -181,18 +187,21 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
     if len(absent) == 3:
         return {}
     if absent:
-        raise ValueError(f"got None for {absent} only; pass all three lists, or three Nones where nothing speculates")
+        came = f"wanted all three lists or none, got None for {absent} only"
+        raise ValueError(f"{came}; pass all three lists, or three Nones where nothing speculates")
     columns = {name: _items(column, name) for name, column in columns.items()}
     mask = [1] * len(columns["drafts"])
     if non_padding_mask is not None:
         mask = [int(keep) if isinstance(keep, bool) else keep for keep in _items(non_padding_mask, "non_padding_mask")]
     lengths = [len(column) for column in (*columns.values(), mask)]
     if len(set(lengths)) > 1 or any(keep > 1 for keep in _counts(mask, "non_padding_mask")):
-        raise ValueError(f"got lengths {lengths} and mask {mask!r:.80}, wanted one entry a request, in the mask a bool")
+        came = f"got lengths {lengths} and mask {mask!r:.80}"
+        raise ValueError(f"{came}, wanted one entry a request, in the mask a bool; take all from one batch")
     kept = {name: [x for x, keep in zip(column, mask, strict=True) if keep] for name, column in columns.items()}
     requests = list(zip(*(_counts(column, name) for name, column in kept.items()), strict=True))
     if any(accepted > drafted for drafted, accepted, _ in requests):
-        raise ValueError("accepts: got more accepted than drafted for a request; count drafts only, no bonus tokens")
+        came = "accepts: got more accepted than drafted for a request"
+        raise ValueError(f"{came}, wanted at most as many; count drafts only, no bonus tokens")
     if not requests:
         return {}
     return {
@@ -281,7 +290,8 @@ def decisions_from_gains(gains):
     """
     gains = [gain for gain in _counts(gains, "gains") if gain]
     if gains[:1] == [2] or any(gain > 2 for gain in gains):
-        raise ValueError(f"gains: got {gains!r:.80}, wanted prefill's 1 and then 1 or 2 a step (one draft a step)")
+        wanted = "prefill's 1 and then 1 or 2 a step (one draft a step); count one request's tokens from its first step"
+        raise ValueError(f"gains: got {gains!r:.80}, wanted {wanted}")
     decisions = [gain - 1 for gain in gains[1:]]
     return [*decisions[:-1], decisions[-1] or None] if decisions else []
 
@@ -300,9 +310,11 @@ def explain_disagreement(token_ids, prompt_length, draft_token_ids, decisions, d
     num_steps = len(decisions)
     decisions = _counts(decisions[:-1] if decisions[-1:] == [None] else decisions, "decisions")
     if any(decision > 1 for decision in decisions):
-        raise ValueError(f"decisions: got {decisions!r:.80}, wanted 0 or 1 a step (None only as the last)")
+        wanted = "0 or 1 a step (None only as the last); draft one token a step"
+        raise ValueError(f"decisions: got {decisions!r:.80}, wanted {wanted}")
     if drafts_by_cause is not None and not isinstance(drafts_by_cause, Mapping):
-        raise TypeError(f"drafts_by_cause: got {type(drafts_by_cause).__name__}, wanted a dict of fault and draft ids")
+        came = f"drafts_by_cause: got {type(drafts_by_cause).__name__}"
+        raise TypeError(f"{came}, wanted a dict of fault and draft ids; leave it out where nothing is suspected")
     replay = replay_acceptance(token_ids, prompt_length, draft_token_ids)
     report = dict.fromkeys(("first_step", "token_index", "token", "trainer_draft", "engine_draft"))
     if _same(replay, decisions, num_steps):
@@ -333,9 +345,11 @@ def _aligned(token_ids, prompt_length, draft_token_ids):
     tokens, drafts = _counts(token_ids, "token_ids"), _items(draft_token_ids, "draft_token_ids")
     start = _count(prompt_length, "prompt_length") + 1
     if not 2 <= start <= len(tokens) + 1:
-        raise ValueError(f"prompt_length: got {prompt_length}, wanted 1 to {len(tokens)}, the length of token_ids")
+        came = f"prompt_length: got {prompt_length}, wanted 1 to {len(tokens)}, the length of token_ids"
+        raise ValueError(f"{came}; pass the prompt's tokens too")
     if len(drafts) < len(tokens) - 2:
-        raise ValueError(f"draft_token_ids: got {len(drafts)} for {len(tokens)} tokens; pass the prompt's slots too")
+        wanted = f"draft_token_ids: wanted at least {len(tokens) - 2}"
+        raise ValueError(f"{wanted}, got {len(drafts)} for {len(tokens)} tokens; pass the prompt's slots too")
     emitted = tokens[start:]
     return emitted, _counts(drafts[start - 2 : start - 2 + len(emitted)], f"draft_token_ids from slot {start - 2}")
 
@@ -360,23 +374,24 @@ def speedup_estimate(accept_length, draft_cost_ratio):
 def _number(value, what, low=0):
     value = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy or torch
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{what}: got {value!r:.80} ({type(value).__name__}), wanted a number")
+        raise TypeError(f"{what}: got {value!r:.80} ({type(value).__name__}), wanted a number; convert it")
     if not low <= value < 2**63:  # also NaN; no counter holds more
-        raise ValueError(f"{what}: got {value!r:.80}, wanted at least {low} and less than 2**63")
+        raise ValueError(f"{what}: got {value!r:.80}, wanted at least {low} and less than 2**63; see its source")
     return value
 
 
 def _count(value, what):
     value = _number(value, what)
     if value != int(value):
-        raise ValueError(f"{what}: got {value}, wanted a whole number")
+        raise ValueError(f"{what}: got {value}, wanted a whole number; counts are ints")
     return int(value)
 
 
 def _items(values, what):
-    values = values.tolist() if hasattr(values, "tolist") else values  # numpy, torch
+    if hasattr(values, "tolist") and not getattr(values, "is_nested", False):  # numpy, torch
+        values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise TypeError(f"{what}: got {type(values).__name__}, wanted a list (or a 1-D array or tensor)")
+        raise TypeError(f"{what}: got {type(values).__name__}, wanted a list (or a 1-D array or tensor); convert it")
     return list(values)
 
 
@@ -402,13 +417,13 @@ def _checked(where, drafted, accepted, steps, positions=None, emitted=None, num_
     if drafted and not steps:
         raise ValueError(f"{got}, wanted the steps that verified them; has the engine another name for steps?")
     if max_drafts is not None and drafted > max_drafts * steps:
-        raise ValueError(f"{got}, wanted at most {max_drafts} drafted a step")
+        raise ValueError(f"{got}, wanted at most {max_drafts} drafted a step; pass both of one run")
     if positions is not None:
         positions = tuple(_counts(positions, f"{where}: accepted per position"))
         if any(here > before for before, here in zip((steps, *positions), positions, strict=False)):
             raise ValueError(f"{got}, per position {positions}; wanted at most {steps}, not rising, and no histogram")
         if sum(positions) != accepted:
-            raise ValueError(f"{got}, per position {positions}; wanted a sum of {accepted}")
+            raise ValueError(f"{got}, per position {positions}; wanted a sum of {accepted}; pass both of one request")
     if num_tokens is not None:  # fewer tokens than steps is a DELTA output: then the number is unknown
         num_tokens = _count(num_tokens, f"{where}: tokens")
         emitted = num_tokens - 1 if num_tokens >= max(steps, 1) else None
@@ -420,7 +435,7 @@ def _known(counts, what):
     known = [(f"{what}[{i}]", c) for i, c in enumerate(_items(counts, what)) if c is not None]
     for where, c in known:
         if not isinstance(c, SpecCounts):
-            raise TypeError(f"{where}: got {type(c).__name__}, wanted SpecCounts or None, as counts_from_* return")
+            raise TypeError(f"{where}: got {type(c).__name__}, wanted SpecCounts or None; see counts_from_*")
     return [_checked(where, *astuple(c)) for where, c in known]
 
 

@@ -79,6 +79,8 @@ class Args:
     steps: int = option(30, "PPO steps: a rollout, its updates and a push each")
     seed: int = option(0, "seed of weights, prompts and sampling; the same seed gives the same numbers")
     out: str = option("runs/mimo", "folder for metrics.jsonl, curves.png and checkpoint/")
+    save_every: int = option(10, "steps between saves of the whole state to OUT/state.safetensors; 0 never saves")
+    resume: str = option("", "folder of a run to go on with, from its last save and with its own arguments")
     overwrite: bool = option(False, "use --out although it holds something, deleting what it holds")
     device: str = option("auto", "where to train and sample; auto: CUDA if there is one", ["auto", "cpu", "cuda"])
     drafter: str = option("synced", "push to the drafter, never do, or sample without", ["none", "frozen", "synced"])
@@ -302,9 +304,15 @@ class MiMoConfig(Qwen2Config):
 """
 
 
-def write_checkpoint(model, hf_config, folder):
-    """A Hugging Face MiMo checkpoint that stock vLLM loads (with trust_remote_code, as the real one)."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)}
+def write_checkpoint(model, hf_config, folder, drafter=None):
+    """A Hugging Face MiMo checkpoint that stock vLLM loads (with trust_remote_code, as the real one).
+
+    drafter: an MTP block to write instead of the model's own.
+    """
+    parameters = dict(model.named_parameters())
+    if drafter is not None:
+        parameters |= {f"mtp.{name}": parameter for name, parameter in drafter.named_parameters()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     os.makedirs(folder, exist_ok=True)
@@ -586,6 +594,10 @@ def score_rollout(actor, reference, value_head, batch, samples, args):
         penalised = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
         advantages, returns = estimate_advantages(penalised, values.tolist(), args)
         sample |= {"old": old.cpu(), "advantages": torch.tensor(advantages), "returns": torch.tensor(returns)}
+    if not math.isfinite(sum(rewards)):
+        raise RuntimeError(
+            "the reward is not finite: nothing was learned from this rollout, look at the reward function"
+        )
     gap = (old_N - engine_N).abs().max().item()
     return {"reward": sum(rewards) / len(rewards), "logprob_gap": gap, "kl": kl_N.mean().item()}
 
@@ -690,6 +702,8 @@ def check(args):
         raise ValueError("--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no CUDA device: give cpu, or auto")
+    if args.resume:
+        return
     if os.path.exists(args.out) and not os.path.isdir(args.out):
         raise ValueError(f"--out {args.out} is a file, give a folder")
     if os.path.isdir(args.out) and os.listdir(args.out) and not args.overwrite:
@@ -744,6 +758,72 @@ COLUMNS = {  # printed each step; metrics.jsonl has everything
 }  # fmt: skip
 
 
+def keep_lines(args, first_step):
+    """The lines of metrics.jsonl up to the save; those after it will be made again."""
+    path = f"{args.out}/metrics.jsonl"
+    with open(path) as file:
+        lines = [json.loads(line) for line, _ in zip(file, range(first_step), strict=False)]
+    with open(f"{path}.new", "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    os.replace(f"{path}.new", path)
+    return lines
+
+
+def save_state(args, step_number, modules, masters, optimizer, generator):
+    """All that the next step depends on, in one file, written aside and renamed whole: a kill leaves the last one."""
+    tensors = {"generator": generator.get_state()}
+    for prefix, module in modules.items():
+        tensors |= {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items() if tensor is not None}
+    for i, master in enumerate(masters.values()):
+        tensors |= {f"master.{i}": master} | {f"adam.{i}.{name}": t for name, t in optimizer.state[master].items()}
+    # A copy each: on CPU a master is the parameter itself, and safetensors refuses shared memory.
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    path = f"{args.out}/state.safetensors"
+    save_file(tensors, f"{path}.new", metadata={"step": str(step_number), "args": json.dumps(vars(args))})
+    os.replace(f"{path}.new", path)
+
+
+def load_state(folder):
+    """(args of the run, next step, tensors) of the last save; ValueError if there is none that can be read."""
+    path = f"{folder}/state.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            args, step_number = Args(**json.loads(file.metadata()["args"])), int(file.metadata()["step"])
+            return args, step_number, {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:
+        raise ValueError(f"--resume {folder}: {path} is no state of a run ({type(error).__name__}: {error})") from error
+
+
+def restore(tensors, modules, masters, optimizer, generator):
+    """The inverse of save_state, bit for bit."""
+    generator.set_state(tensors["generator"])
+    for prefix, module in modules.items():
+        of_module = {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
+        module.load_state_dict(of_module, strict=False)  # Megatron lists an `_extra_state` of None beside them
+    with torch.no_grad():
+        for i, master in enumerate(masters.values()):
+            master.copy_(tensors[f"master.{i}"])
+            adam = {name: tensors[f"adam.{i}.{name}"] for name in ("step", "exp_avg", "exp_avg_sq")}
+            optimizer.state[master] = {
+                name: t.to(master.device if name != "step" else "cpu") for name, t in adam.items()
+            }
+
+
+def timings(clock, samples, metrics, actor, baseline):
+    """Seconds of a step's parts, and whether drafting paid."""
+    seconds = dict(zip(("rollout_s", "train_s", "sync_s"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
+    seconds["rollout_tokens_per_s"] = sum(len(sample["response"]) for sample in samples) / seconds["rollout_s"]
+    if metrics["accept_length"]:
+        # Cost by parameters read, which is what decoding is bound by: MTP layer and head over trunk and head.
+        head, mtp, trunk = (
+            sum(p.numel() for p in m.parameters()) for m in (actor.output_layer, actor.mtp, actor.decoder)
+        )
+        seconds |= speedup_estimate(metrics["accept_length"], (mtp + head) / (trunk + head))
+    if baseline:
+        seconds["spec/speedup_measured"] = seconds["rollout_tokens_per_s"] / baseline
+    return seconds
+
+
 def report(lines, args):
     """One aligned line a step on the screen, all of it in metrics.jsonl."""
     line = lines[-1]
@@ -770,56 +850,76 @@ def draw(path, lines):
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def train(args):
+def build_trainer(args, hf_config, device, dtype):
+    """The actor, its value head, float32 masters with one Adam (policy and MTP layer apart), and its step."""
+    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    torch.manual_seed(args.seed)
+    settings = recompute if args.recompute else {}
+    actor = build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings).to(device)
+    actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
+    value_head = torch.nn.Linear(args.hidden, 1).to(device)
+    of_mtp = list(actor.mtp.parameters())
+    of_policy = [p for p in [*actor.parameters(), *value_head.parameters()] if not any(p is q for q in of_mtp)]
+    # Most of Adam's steps are smaller than bf16 can tell; a float32 weight is its own master.
+    masters = {p: p if p.dtype == torch.float32 else p.detach().float() for p in of_policy + of_mtp}
+    groups = [[masters[p] for p in parameters] for parameters in (of_policy, of_mtp)]
+    optimizer = torch.optim.Adam([{"params": groups[0]}, {"params": groups[1], "lr": args.mtp_lr}], lr=args.lr)
+
+    def step(loss):
+        loss.backward()
+        for parameter, master in masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        # Clipped apart: together, a large MTP gradient would shrink the policy's update.
+        norms = [torch.nn.utils.clip_grad_norm_(group, args.max_grad_norm).item() for group in groups]
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in masters.items():
+                parameter.copy_(master)
+                parameter.grad = None
+        return norms
+
+    return actor, value_head, masters, optimizer, step
+
+
+def train(args, first_step=0, saved=None):
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     hf_config = mimo_config(
         num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups, ffn_size=args.ffn,
         vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
     )  # fmt: skip
-    if args.overwrite:
+    if args.overwrite and saved is None:
         shutil.rmtree(args.out, ignore_errors=True)
     os.makedirs(args.out, exist_ok=True)
-    checkpoint = f"{args.out}/checkpoint"
+    lines, baseline = [], None
+    if args.baseline:
+        with open(f"{args.baseline}/metrics.jsonl") as file:
+            baseline = statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in file)
     started = time.perf_counter()
-
-    # The actor, its value head, and one optimizer with policy and MTP layer apart.
     torch.set_num_threads(1)  # at this size a second thread costs more than it brings
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
     with quiet(args.verbose):
         init_megatron(device)
-        torch.manual_seed(args.seed)
-        settings = recompute if args.recompute else {}
-        actor = build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings).to(device)
-    actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
-    value_head = torch.nn.Linear(args.hidden, 1).to(device)
-    mtp_parameters = list(actor.mtp.parameters())
-    of_mtp = {id(parameter) for parameter in mtp_parameters}
-    policy_parameters = [p for p in [*actor.parameters(), *value_head.parameters()] if id(p) not in of_mtp]
-    optimizer = torch.optim.Adam(
-        [{"params": policy_parameters}, {"params": mtp_parameters, "lr": args.mtp_lr}], lr=args.lr
-    )
-
-    def step(loss):
-        loss.backward()
-        # Clipped apart: together, a large MTP gradient would shrink the policy's update.
-        groups = (policy_parameters, mtp_parameters)
-        norms = [torch.nn.utils.clip_grad_norm_(group, args.max_grad_norm).item() for group in groups]
-        optimizer.step()
-        optimizer.zero_grad()
-        return norms
-
+        actor, value_head, masters, optimizer, step = build_trainer(args, hf_config, device, dtype)
     generator = torch.Generator().manual_seed(args.seed)
-    print(f"warm-up, {args.warmup_steps} steps", flush=True)
-    warm_up(actor, step, args, generator, device)
-    write_checkpoint(actor, hf_config, checkpoint)
-    reference = load_reference(checkpoint, hf_config, args.unfix, dtype=dtype).to(device)
-    saved = sum(p.nbytes for p in actor.parameters()) - sum(p.nbytes for p in reference.parameters())
-    print(f"reference: {saved:,} bytes of MTP layers not built, 2 MTP forward passes a step not run", flush=True)
+    modules = {"actor": actor, "value_head": value_head, "drafter": copy.deepcopy(actor.mtp)}
+    if saved is None:
+        print(f"warm-up, {args.warmup_steps} steps", flush=True)
+        warm_up(actor, step, args, generator, device)
+        modules["drafter"].load_state_dict(actor.mtp.state_dict())
+        write_checkpoint(actor, hf_config, f"{args.out}/reference")
+    else:
+        restore(saved, modules, masters, optimizer, generator)
+        lines = keep_lines(args, first_step)
+    reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, dtype=dtype).to(device)
+    num_bytes = sum(p.nbytes for p in actor.parameters()) - sum(p.nbytes for p in reference.parameters())
+    print(f"reference: {num_bytes:,} bytes of MTP layers not built, 2 MTP forward passes a step not run", flush=True)
+
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     with quiet(args.verbose):
+        write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=modules["drafter"])
         llm = start_engine(
-            checkpoint,
+            f"{args.out}/checkpoint",
             process=args.engine == "process",
             speculate=args.drafter != "none",
             dtype=str(dtype).removeprefix("torch."),
@@ -828,19 +928,12 @@ def train(args):
             gpu_memory_utilization=0.3,
         )
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
-    pushed = copy.deepcopy(actor.mtp.state_dict())
-    head, mtp_size = hf_config["vocab_size"] * args.hidden, sum(p.numel() for p in mtp_parameters)
-    trunk_size = sum(p.numel() for p in actor.decoder.parameters())
-    draft_cost_ratio = (mtp_size + head) / (trunk_size + head)  # by parameters read, what decoding is bound by
     print(f"{time.perf_counter() - started:.0f} s; PPO", flush=True)
     print(*COLUMNS, flush=True)
 
-    if args.baseline:
-        with open(f"{args.baseline}/metrics.jsonl") as file:
-            baseline = statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in file)
-
-    lines = []
-    for step_number in range(args.steps):
+    for step_number in range(first_step, args.steps):
+        if args.save_every and step_number % args.save_every == 0:
+            save_state(args, step_number, modules, masters, optimizer, generator)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.9 * step_number / args.steps)
         clock = [time.perf_counter()]
         prompts = make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
@@ -851,33 +944,27 @@ def train(args):
         metrics = score_rollout(actor, reference, value_head, batch, samples, args)  # fix 4
         drafts = trainer_drafts(actor, batch)
         metrics |= acceptance(samples, outputs, drafts, args)  # fix 6
-
         if problems := list(problems_of(metrics, args, device)):
-            cause = explain_first(samples, drafts, drafts_by_cause(actor, batch, pushed))
+            cause = explain_first(samples, drafts, drafts_by_cause(actor, batch, modules["drafter"].state_dict()))
             print("WARNING:", *problems, cause, file=sys.stderr, flush=True)
         metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
         clock.append(time.perf_counter())
 
         named_tensors = megatron_to_hf(actor.named_parameters(), hf_config)
+        if "parity" in args.unfix:
+            named_tensors = unswap(named_tensors)
         to_drafter = args.drafter == "synced" and "sync" not in args.unfix
-        sync_weights(
-            llm, unswap(named_tensors) if "parity" in args.unfix else named_tensors, drafter=to_drafter
-        )  # fix 5
+        sync_weights(llm, named_tensors, drafter=to_drafter)  # fix 5
         if to_drafter:
-            pushed = copy.deepcopy(actor.mtp.state_dict())
+            modules["drafter"].load_state_dict(actor.mtp.state_dict())
         clock.append(time.perf_counter())
 
-        seconds = [end - start for start, end in itertools.pairwise(clock)]
-        metrics |= dict(zip(("rollout_s", "train_s", "sync_s"), seconds, strict=True))
-        metrics["rollout_tokens_per_s"] = sum(len(sample["response"]) for sample in samples) / seconds[0]
-        if metrics["accept_length"]:
-            metrics |= speedup_estimate(metrics["accept_length"], draft_cost_ratio)
-        if args.baseline:
-            metrics["spec/speedup_measured"] = metrics["rollout_tokens_per_s"] / baseline
-        lines.append({"step": step_number} | metrics)
+        lines.append({"step": step_number} | metrics | timings(clock, samples, metrics, actor, baseline))
         report(lines, args)
 
-    write_checkpoint(actor, hf_config, checkpoint)
+    write_checkpoint(actor, hf_config, f"{args.out}/checkpoint")
+    if args.save_every:
+        save_state(args, args.steps, modules, masters, optimizer, generator)
     draw(f"{args.out}/curves.png", lines)
 
 
@@ -885,11 +972,29 @@ def main(argv=None):
     args = parse_args(argv)
     try:
         check(args)
+        first_step, saved = 0, None
+        if args.resume:
+            folder, verbose = args.resume, args.verbose
+            args, first_step, saved = load_state(folder)
+            args.out, args.verbose = folder, verbose
     except ValueError as error:
         print(f"train_mimo.py: {error}", file=sys.stderr)
         return 2
-    train(args)
-    return 0
+    last_save = f"; go on from the last save with --resume {args.out}" if args.save_every else ""
+    try:
+        train(args, first_step, saved)
+        return 0
+    except KeyboardInterrupt:
+        print(f"train_mimo.py: interrupted{last_save}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if args.verbose:
+            raise
+        print(f"train_mimo.py: {type(error).__name__}: {error}{last_save}", file=sys.stderr)
+        return 1
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
