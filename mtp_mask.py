@@ -89,7 +89,7 @@ def depth_mask(token_mask, depth, cu_seqlens=None, *, cu_seqlens_padded=None, ru
     TypeError for what does not fit. Read back from a GPU: offsets that lie there, and masks that are not bool.
     """
     hops, has_target_T = _find_targets("token_mask", token_mask, depth, cu_seqlens, cu_seqlens_padded)
-    if rule not in ("target", "drafted"):
+    if not isinstance(rule, str) or rule not in ("target", "drafted"):
         raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted': pass one of the two")
     if token_mask.dtype != torch.bool and (wrong := (token_mask != 0) & (token_mask != 1)).any():
         row, slot = wrong.reshape(-1, token_mask.shape[-1]).nonzero()[0].tolist()

@@ -348,8 +348,8 @@ def _aligned(token_ids, prompt_length, draft_token_ids):
         came = f"prompt_length: got {prompt_length}, wanted 1 to {len(tokens)}, the length of token_ids"
         raise ValueError(f"{came}; pass the prompt's tokens too")
     if len(drafts) < len(tokens) - 2:
-        wanted = f"draft_token_ids: wanted at least {len(tokens) - 2}"
-        raise ValueError(f"{wanted}, got {len(drafts)} for {len(tokens)} tokens; pass the prompt's slots too")
+        came = f"draft_token_ids: got {len(drafts)} for {len(tokens)} tokens"
+        raise ValueError(f"{came}; pass the prompt's slots too, wanted one a token: the last two may be left out")
     emitted = tokens[start:]
     return emitted, _counts(drafts[start - 2 : start - 2 + len(emitted)], f"draft_token_ids from slot {start - 2}")
 

@@ -22,7 +22,6 @@ Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (Hu
 import argparse
 import collections
 import contextlib
-import copy
 import dataclasses
 import itertools
 import json
@@ -46,15 +45,9 @@ from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
-from spec_metrics import (
-    SpecCounts,
-    counts_from_vllm,
-    decisions_from_gains,
-    explain_disagreement,
-    replay_acceptance,
-    speedup_estimate,
-    summarize,
-)
+from spec_metrics import SpecCounts, counts_from_vllm, decisions_from_gains, explain_disagreement, replay_acceptance
+
+from spec_metrics import speedup_estimate, summarize  # isort: skip
 
 # vLLM reads these when it is imported, here and in its worker processes.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -125,23 +118,12 @@ def mimo_config(
 ):  # fmt: skip
     """A Hugging Face `config.json` in MiMo's layout; it drives Megatron and vLLM alike."""
     return {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "mimo",
-        "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_groups,
-        "head_dim": hidden_size // num_heads,
-        "intermediate_size": ffn_size,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": max_positions,
-        "num_nextn_predict_layers": mtp_layers,
-        "tie_word_embeddings": tied,
-        "attention_bias": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-    }
+        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_act": "silu", "attention_bias": True,
+        "num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": ffn_size,
+        "num_attention_heads": num_heads, "num_key_value_heads": num_groups, "head_dim": hidden_size // num_heads,
+        "vocab_size": vocab_size, "max_position_embeddings": max_positions, "tie_word_embeddings": tied,
+        "num_nextn_predict_layers": mtp_layers, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
 
 
 def megatron_on_cpu():
@@ -216,47 +198,28 @@ def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    mtp_layers = (hf_config["num_nextn_predict_layers"] or None) if mtp else None
     settings = dict(
-        num_layers=hf_config["num_hidden_layers"],
-        hidden_size=hf_config["hidden_size"],
-        ffn_hidden_size=hf_config["intermediate_size"],
-        num_attention_heads=hf_config["num_attention_heads"],
-        num_query_groups=hf_config["num_key_value_heads"],
-        kv_channels=hf_config["head_dim"],
-        layernorm_epsilon=hf_config["rms_norm_eps"],
-        mtp_num_layers=(hf_config["num_nextn_predict_layers"] or None) if mtp else None,
-        mtp_loss_scaling_factor=0.2,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=tensor_parallel,
-        use_cpu_initialization=True,
+        num_layers=hf_config["num_hidden_layers"], hidden_size=hf_config["hidden_size"],
+        ffn_hidden_size=hf_config["intermediate_size"], num_attention_heads=hf_config["num_attention_heads"],
+        num_query_groups=hf_config["num_key_value_heads"], kv_channels=hf_config["head_dim"],
+        layernorm_epsilon=hf_config["rms_norm_eps"], mtp_num_layers=mtp_layers, mtp_loss_scaling_factor=0.2,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=tensor_parallel, use_cpu_initialization=True,
         # Fusions want Apex or Transformer Engine.
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-    )
+    )  # fmt: skip
     config = TransformerConfig(**(settings | overrides))
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(
-        config,
-        spec,
-        vocab_size=hf_config["vocab_size"],
-        max_sequence_length=hf_config["max_position_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=hf_config["rope_theta"],
-        share_embeddings_and_output_weights=hf_config["tie_word_embeddings"],
-        mtp_block_spec=mtp_spec,
-    )
+        config, spec, vocab_size=hf_config["vocab_size"], max_sequence_length=hf_config["max_position_embeddings"],
+        position_embedding_type="rope", rotary_base=hf_config["rope_theta"],
+        share_embeddings_and_output_weights=hf_config["tie_word_embeddings"], mtp_block_spec=mtp_spec,
+    )  # fmt: skip
 
 
 def pack(documents, device="cpu"):
@@ -265,13 +228,8 @@ def pack(documents, device="cpu"):
 
     lengths = torch.tensor([0] + [len(document) for document in documents])
     cu_seqlens, longest = lengths.cumsum(0).to(device=device, dtype=torch.int32), int(lengths.max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    bounds = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    packed = PackedSeqParams(qkv_format="thd", **bounds)
     input_ids = torch.cat([torch.as_tensor(document, dtype=torch.long) for document in documents])
     position_ids = torch.cat([torch.arange(len(document)) for document in documents])
     return input_ids[None].to(device), position_ids[None].to(device), packed
@@ -307,11 +265,11 @@ class MiMoConfig(Qwen2Config):
 def write_checkpoint(model, hf_config, folder, drafter=None):
     """A Hugging Face MiMo checkpoint that stock vLLM loads (with trust_remote_code, as the real one).
 
-    drafter: an MTP block to write instead of the model's own.
+    drafter: MTP tensors to write instead of the model's own.
     """
     parameters = dict(model.named_parameters())
     if drafter is not None:
-        parameters |= {f"mtp.{name}": parameter for name, parameter in drafter.named_parameters()}
+        parameters |= {f"mtp.{name}": tensor for name, tensor in drafter.items()}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
@@ -354,15 +312,9 @@ def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_
     import vllm
 
     settings = dict(
-        skip_tokenizer_init=True,
-        trust_remote_code=True,
-        dtype=dtype,
-        enforce_eager=True,
-        max_num_seqs=max_num_seqs,
-        use_tqdm_on_load=False,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="train_mimo.SmokeWorker",
-    )
+        skip_tokenizer_init=True, trust_remote_code=True, dtype=dtype, enforce_eager=True, max_num_seqs=max_num_seqs,
+        use_tqdm_on_load=False, logprobs_mode="processed_logprobs", worker_extension_cls="train_mimo.SmokeWorker",
+    )  # fmt: skip
     if speculate:
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
         if hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
@@ -514,20 +466,27 @@ def trainer_drafts(actor, batch, **conventions):
 
 
 def drafts_by_cause(actor, batch, pushed):
-    """The trainer's drafts with each fault that is known to go unnoticed planted in turn, for `explain_disagreement`."""
+    """The trainer's drafts with each fault that usually goes unnoticed planted in turn, for `explain_disagreement`."""
     drafts = {
         "MTP layer fed the state after the final norm": trainer_drafts(actor, batch, pre_norm=False),
         "embedding at position 0 not zeroed": trainer_drafts(actor, batch, zero_position0=False),
     }
-    halves = actor.mtp.layers[0].eh_proj.weight
-    swapped = {name: p for name, p in actor.mtp.state_dict().items() if p is not None}
-    swapped["layers.0.eh_proj.weight"] = torch.cat(halves.detach().chunk(2, 1)[::-1], 1)
-    now = copy.deepcopy(actor.mtp.state_dict())
-    for cause, state in (("halves of input_proj not swapped", swapped), ("stale drafter", pushed)):
-        actor.mtp.load_state_dict(state)
-        drafts[cause] = trainer_drafts(actor, batch)
-        actor.mtp.load_state_dict(now)
+    parameters = dict(actor.mtp.named_parameters())
+    now = {name: p.detach().clone() for name, p in parameters.items()}
+    unswapped = {"layers.0.eh_proj.weight": torch.cat(now["layers.0.eh_proj.weight"].chunk(2, 1)[::-1], 1)}
+    for cause, fault in (("halves of input_proj not swapped", unswapped), ("stale drafter", pushed)):
+        for planted in (fault, now):
+            with torch.no_grad():
+                for name, tensor in planted.items():
+                    parameters[name].copy_(tensor)
+            if planted is fault:
+                drafts[cause] = trainer_drafts(actor, batch)
     return drafts
+
+
+def copy_mtp(actor, drafter):
+    for name, parameter in actor.mtp.named_parameters():
+        drafter[name].copy_(parameter.detach())
 
 
 def acceptance(samples, outputs, drafts, args):
@@ -595,9 +554,7 @@ def score_rollout(actor, reference, value_head, batch, samples, args):
         advantages, returns = estimate_advantages(penalised, values.tolist(), args)
         sample |= {"old": old.cpu(), "advantages": torch.tensor(advantages), "returns": torch.tensor(returns)}
     if not math.isfinite(sum(rewards)):
-        raise RuntimeError(
-            "the reward is not finite: nothing was learned from this rollout, look at the reward function"
-        )
+        raise RuntimeError("the reward is not finite; nothing was learned from this rollout: look at the reward")
     gap = (old_N - engine_N).abs().max().item()
     return {"reward": sum(rewards) / len(rewards), "logprob_gap": gap, "kl": kl_N.mean().item()}
 
@@ -628,22 +585,14 @@ def update(actor, value_head, step, samples, args, generator, device):
                 # Detached: the critic must not move the policy either.
                 values_N = value_head(actor.trunk_state[:, 0].detach().float())[batch["loss_mask"][0], 0]
                 policy_norm, mtp_norm = step(policy_loss + 0.5 * (values_N - returns_N).square().mean())
-            sums.update(
-                updates=1,
-                clipped=(ratio_N != clipped_N).float().mean().item(),
-                policy_norm=policy_norm,
-                mtp_norm=mtp_norm,
-                prompt_targets=batch["prompt_targets"].item(),
-                **{name: float(value) for name, value in depth.items()},
-            )
-    return {
-        "mtp_loss": sums["loss_sum"] / max(sums["tokens"], 1),
-        "mtp_top1": sums["correct"] / max(sums["tokens"], 1),
-        "mtp_prompt_share": sums["prompt_targets"] / max(sums["tokens"], 1),
-        "clip_fraction": sums["clipped"] / sums["updates"],
-        "policy_grad_norm": sums["policy_norm"] / sums["updates"],
-        "mtp_grad_norm": sums["mtp_norm"] / sums["updates"],
-    }
+            sums.update({name: float(value) for name, value in depth.items()})
+            sums.update(policy_grad_norm=policy_norm, mtp_grad_norm=mtp_norm, prompts=batch["prompt_targets"].item())
+            sums.update(updates=1, clip_fraction=(ratio_N != clipped_N).float().mean().item())
+    tokens = max(sums["tokens"], 1)
+    metrics = {"mtp_loss": sums["loss_sum"] / tokens, "mtp_top1": sums["correct"] / tokens}
+    metrics["mtp_prompt_share"] = sums["prompts"] / tokens
+    averaged = ("clip_fraction", "policy_grad_norm", "mtp_grad_norm")
+    return metrics | {name: sums[name] / sums["updates"] for name in averaged}
 
 
 def stock_depth():
@@ -672,49 +621,43 @@ def parse_args(argv=None):
             kind = {"action": argparse.BooleanOptionalAction}
         elif field.type is list:
             kind = {"action": "append", "choices": field.metadata["choices"]}
-        name, default = "--" + field.name.replace("_", "-"), field.default
-        parser.add_argument(
-            name, default=list(default) if field.type is list else default, help=field.metadata["help"], **kind
-        )
+        default = list(field.default) if field.type is list else field.default
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, default=default, help=field.metadata["help"], **kind)
     return Args(**vars(parser.parse_args(argv)))
 
 
 def check(args):
     """Refuses what cannot run, in one sentence, before anything is written."""
-    for name in ("steps", "prompts", "epochs", "minibatches", "layers", "hidden", "heads", "groups", "ffn"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}, give 1 or more")
-    if (
-        args.warmup_steps < 0
-        or args.response_tokens < 4
-        or not 8 <= args.symbols <= args.vocab
-        or args.minibatches > args.prompts
-    ):
-        raise ValueError(
-            "give --warmup-steps of 0 or more, --response-tokens 4, --symbols 8 to --vocab, and a prompt a minibatch"
-        )
+    counts = ("steps", "prompts", "epochs", "minibatches", "layers", "hidden", "heads", "groups", "ffn", "symbols")
+    if small := [f"--{name}" for name in counts if getattr(args, name) < 1]:
+        raise ValueError(f"{' '.join(small)}: give 1 or more")
     positive = (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip)
-    if not all(0 < value < math.inf for value in positive) or not 0 <= args.mtp_scale < math.inf:
-        raise ValueError(
-            "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0, --mtp-scale 0 or more"
-        )
-    if args.hidden % args.heads or args.heads % args.groups or args.hidden // args.heads not in (32, 64, 96, 128):
-        raise ValueError("--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but torch sees no CUDA device: give cpu, or auto")
-    if args.resume:
-        return
-    if os.path.exists(args.out) and not os.path.isdir(args.out):
-        raise ValueError(f"--out {args.out} is a file, give a folder")
-    if os.path.isdir(args.out) and os.listdir(args.out) and not args.overwrite:
-        raise ValueError(f"--out {args.out} is not empty, give another folder or --overwrite")
-    if args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl"):
-        raise ValueError(f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run")
     parent = os.path.abspath(args.out)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"--out {args.out} cannot be written: no permission for {parent}")
+    refused = {  # sentence: whether it applies
+        "--minibatches must be --prompts at the most": args.minibatches > args.prompts,
+        "--symbols must be 8 or more, and --vocab at the most": not 8 <= args.symbols <= args.vocab,
+        "--response-tokens must be 4 or more, --warmup-steps and --save-every 0 or more": args.response_tokens < 4
+        or min(args.warmup_steps, args.save_every) < 0,
+        "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0, --mtp-scale 0 or more": not (
+            all(0 < value < math.inf for value in positive) and 0 <= args.mtp_scale < math.inf
+        ),
+        "--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups": args.heads % args.groups
+        or args.hidden / args.heads not in (32, 64, 96, 128),
+        "--device is cuda, but torch sees no CUDA device: give cpu, or auto": args.device == "cuda"
+        and not torch.cuda.is_available(),
+        f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run": args.baseline
+        and not os.path.isfile(f"{args.baseline}/metrics.jsonl"),
+        f"--out {args.out} cannot be written: no permission for {parent}": not os.access(parent, os.W_OK),
+        f"--out {args.out} is a file or below one, give a folder": not os.path.isdir(parent),
+        f"--out {args.out} is not empty, give another folder or --overwrite": os.path.isdir(args.out)
+        and os.listdir(args.out) and not (args.overwrite or args.resume),
+    }  # fmt: skip
+    for sentence, applies in refused.items():
+        if applies:
+            raise ValueError(sentence)
 
 
 @contextlib.contextmanager
@@ -761,7 +704,8 @@ COLUMNS = {  # printed each step; metrics.jsonl has everything
 def keep_lines(args, first_step):
     """The lines of metrics.jsonl up to the save; those after it will be made again."""
     path = f"{args.out}/metrics.jsonl"
-    with open(path) as file:
+    with open(path, "a+") as file:
+        file.seek(0)
         lines = [json.loads(line) for line, _ in zip(file, range(first_step), strict=False)]
     with open(f"{path}.new", "w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -769,17 +713,22 @@ def keep_lines(args, first_step):
     return lines
 
 
-def save_state(args, step_number, modules, masters, optimizer, generator):
-    """All that the next step depends on, in one file, written aside and renamed whole: a kill leaves the last one."""
-    tensors = {"generator": generator.get_state()}
-    for prefix, module in modules.items():
-        tensors |= {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items() if tensor is not None}
+def live_tensors(actor, value_head, drafter, masters, optimizer):
+    """{name: tensor} of all that the next step depends on, as it is in use: to save from and to restore into."""
+    tensors = {f"actor.{name}": p for name, p in actor.named_parameters()}
+    tensors |= {f"value_head.{name}": p for name, p in value_head.named_parameters()}
+    tensors |= {f"drafter.{name}": tensor for name, tensor in drafter.items()}
     for i, master in enumerate(masters.values()):
         tensors |= {f"master.{i}": master} | {f"adam.{i}.{name}": t for name, t in optimizer.state[master].items()}
+    return tensors
+
+
+def save_state(args, step_number, tensors, generator):
+    """One file, written aside and renamed whole, so that a kill leaves the last one; no pickle that could run code."""
     # A copy each: on CPU a master is the parameter itself, and safetensors refuses shared memory.
-    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    path = f"{args.out}/state.safetensors"
-    save_file(tensors, f"{path}.new", metadata={"step": str(step_number), "args": json.dumps(vars(args))})
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    path, metadata = f"{args.out}/state.safetensors", {"step": str(step_number), "args": json.dumps(vars(args))}
+    save_file(tensors | {"generator": generator.get_state()}, f"{path}.new", metadata=metadata)
     os.replace(f"{path}.new", path)
 
 
@@ -794,19 +743,11 @@ def load_state(folder):
         raise ValueError(f"--resume {folder}: {path} is no state of a run ({type(error).__name__}: {error})") from error
 
 
-def restore(tensors, modules, masters, optimizer, generator):
-    """The inverse of save_state, bit for bit."""
-    generator.set_state(tensors["generator"])
-    for prefix, module in modules.items():
-        of_module = {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
-        module.load_state_dict(of_module, strict=False)  # Megatron lists an `_extra_state` of None beside them
+def restore(saved, tensors, generator):
+    generator.set_state(saved["generator"])
     with torch.no_grad():
-        for i, master in enumerate(masters.values()):
-            master.copy_(tensors[f"master.{i}"])
-            adam = {name: tensors[f"adam.{i}.{name}"] for name in ("step", "exp_avg", "exp_avg_sq")}
-            optimizer.state[master] = {
-                name: t.to(master.device if name != "step" else "cpu") for name, t in adam.items()
-            }
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name])
 
 
 def timings(clock, samples, metrics, actor, baseline):
@@ -865,6 +806,10 @@ def build_trainer(args, hf_config, device, dtype):
     groups = [[masters[p] for p in parameters] for parameters in (of_policy, of_mtp)]
     optimizer = torch.optim.Adam([{"params": groups[0]}, {"params": groups[1], "lr": args.mtp_lr}], lr=args.lr)
 
+    for master in masters.values():  # Adam makes these at its first step; a resumed run fills them before
+        zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[master] = {"step": torch.tensor(0.0)} | zeros
+
     def step(loss):
         loss.backward()
         for parameter, master in masters.items():
@@ -885,8 +830,8 @@ def train(args, first_step=0, saved=None):
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     hf_config = mimo_config(
-        num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups, ffn_size=args.ffn,
-        vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
+        num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
+        ffn_size=args.ffn, vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
     )  # fmt: skip
     if args.overwrite and saved is None:
         shutil.rmtree(args.out, ignore_errors=True)
@@ -902,14 +847,15 @@ def train(args, first_step=0, saved=None):
         init_megatron(device)
         actor, value_head, masters, optimizer, step = build_trainer(args, hf_config, device, dtype)
     generator = torch.Generator().manual_seed(args.seed)
-    modules = {"actor": actor, "value_head": value_head, "drafter": copy.deepcopy(actor.mtp)}
+    drafter = {name: p.detach().clone() for name, p in actor.mtp.named_parameters()}  # what the engine drafts with
+    tensors = live_tensors(actor, value_head, drafter, masters, optimizer)
     if saved is None:
         print(f"warm-up, {args.warmup_steps} steps", flush=True)
         warm_up(actor, step, args, generator, device)
-        modules["drafter"].load_state_dict(actor.mtp.state_dict())
+        copy_mtp(actor, drafter)
         write_checkpoint(actor, hf_config, f"{args.out}/reference")
     else:
-        restore(saved, modules, masters, optimizer, generator)
+        restore(saved, tensors, generator)
         lines = keep_lines(args, first_step)
     reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, dtype=dtype).to(device)
     num_bytes = sum(p.nbytes for p in actor.parameters()) - sum(p.nbytes for p in reference.parameters())
@@ -917,23 +863,19 @@ def train(args, first_step=0, saved=None):
 
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     with quiet(args.verbose):
-        write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=modules["drafter"])
+        write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=drafter)
         llm = start_engine(
-            f"{args.out}/checkpoint",
-            process=args.engine == "process",
-            speculate=args.drafter != "none",
-            dtype=str(dtype).removeprefix("torch."),
-            max_num_seqs=args.prompts,
-            enforce_eager=device == "cpu",
+            f"{args.out}/checkpoint", process=args.engine == "process", speculate=args.drafter != "none",
+            dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts, enforce_eager=device == "cpu",
             gpu_memory_utilization=0.3,
-        )
+        )  # fmt: skip
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
     print(f"{time.perf_counter() - started:.0f} s; PPO", flush=True)
     print(*COLUMNS, flush=True)
 
     for step_number in range(first_step, args.steps):
         if args.save_every and step_number % args.save_every == 0:
-            save_state(args, step_number, modules, masters, optimizer, generator)
+            save_state(args, step_number, tensors, generator)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.9 * step_number / args.steps)
         clock = [time.perf_counter()]
         prompts = make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
@@ -945,7 +887,7 @@ def train(args, first_step=0, saved=None):
         drafts = trainer_drafts(actor, batch)
         metrics |= acceptance(samples, outputs, drafts, args)  # fix 6
         if problems := list(problems_of(metrics, args, device)):
-            cause = explain_first(samples, drafts, drafts_by_cause(actor, batch, modules["drafter"].state_dict()))
+            cause = explain_first(samples, drafts, drafts_by_cause(actor, batch, drafter))
             print("WARNING:", *problems, cause, file=sys.stderr, flush=True)
         metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
         clock.append(time.perf_counter())
@@ -956,7 +898,7 @@ def train(args, first_step=0, saved=None):
         to_drafter = args.drafter == "synced" and "sync" not in args.unfix
         sync_weights(llm, named_tensors, drafter=to_drafter)  # fix 5
         if to_drafter:
-            modules["drafter"].load_state_dict(actor.mtp.state_dict())
+            copy_mtp(actor, drafter)
         clock.append(time.perf_counter())
 
         lines.append({"step": step_number} | metrics | timings(clock, samples, metrics, actor, baseline))
@@ -964,7 +906,7 @@ def train(args, first_step=0, saved=None):
 
     write_checkpoint(actor, hf_config, f"{args.out}/checkpoint")
     if args.save_every:
-        save_state(args, args.steps, modules, masters, optimizer, generator)
+        save_state(args, args.steps, tensors, generator)
     draw(f"{args.out}/curves.png", lines)
 
 
@@ -992,9 +934,6 @@ def main(argv=None):
             raise
         print(f"train_mimo.py: {type(error).__name__}: {error}{last_save}", file=sys.stderr)
         return 1
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

