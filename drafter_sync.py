@@ -60,9 +60,9 @@ class SyncReport(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------------
 
 # Megatron's name, how it is laid out, and what it is in a checkpoint, with shapes: V vocabulary, D hidden size, F
-# feed-forward size, Q and K rows of all query and of all key heads. Some have two names here, for the local spec and for
-# Transformer Engine's; the block inside an MTP layer is transformer_layer up to megatron-core 0.16, mtp_model_layer from
-# 0.17 on.
+# feed-forward size, Q and K rows of all query and of all key heads. Some have two names here, for the local spec and
+# for Transformer Engine's; the block inside an MTP layer is transformer_layer up to megatron-core 0.16 and
+# mtp_model_layer from 0.17 on.
 MODEL = """
     embedding.word_embeddings.weight             vocab    model.embed_tokens.weight:V,D
     decoder.final_layernorm.weight               copy     model.norm.weight:D
@@ -161,10 +161,8 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
 
 def _layouts(hf_config):
     """{Megatron name: (kind, {HF name: shape})} of every parameter, under every name that it may have."""
-    vocab, hidden, ffn, heads, groups, layers = (
-        _get(hf_config, f"{key}", at_least=1)
-        for key in "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers".split()
-    )
+    keys = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers"
+    vocab, hidden, ffn, heads, groups, layers = (_get(hf_config, key, at_least=1) for key in keys.split())
     head = _get(hf_config, "head_dim") or hidden // heads
     sizes = {"V": vocab, "D": hidden, "2D": 2 * hidden, "F": ffn, "Q": heads * head, "K": groups * head}
     names = {}

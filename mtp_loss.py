@@ -57,7 +57,15 @@ def mtp_cross_entropy(hidden, output_layer, targets, mask, *, output_weight=None
     the arg-max token (the lowest on a tie) is the target, False where masked out. Gradient reaches `hidden` only. A GPU
     is waited for, since the number of slots must be known. ValueError or TypeError for what does not fit.
     """
+    _check_tensor("hidden", hidden, "[s, b, h]", floating=True)
+    if not callable(output_layer):
+        raise TypeError(f"output_layer is {type(output_layer).__name__}; wanted a callable: pass the head's module")
     weight = getattr(output_layer, "weight", None) if output_weight is None else output_weight
+    if weight is not None:
+        _check_tensor("output_weight", weight, "[V, h]", floating=True)
+        if weight.shape[1] != hidden.shape[2] or weight.dtype != hidden.dtype:
+            came = f"output_weight is {weight.dtype} {list(weight.shape)}, hidden {hidden.dtype} {list(hidden.shape)}"
+            raise ValueError(f"{came}; wanted one dtype and one h: pass the weight of this model's head")
     # Detached, it takes Megatron's head down its frozen-weight path: no weight gradient, no fused add to main_grad.
     weight = None if weight is None else weight.detach()
     with _whole_sequence(hidden, output_layer) as whole:
@@ -102,7 +110,16 @@ def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denom
     if "_postprocess" in vars(model):
         came = "this model has a _postprocess of its own: it is patched already, here or by another library"
         raise RuntimeError(f"{came}; wanted Megatron's: leave the other context first")
-    if rule not in ("target", "drafted"):
+    if not isinstance(detach_trunk, bool):
+        raise TypeError(f"detach_trunk is {detach_trunk!r}; wanted True or False: pass one of the two")
+    if type(chunk_tokens) is not int or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
+    for name, given in (("scale", scale), ("denominator", denominator)):
+        for number in given if isinstance(given, (list, tuple)) else [given]:
+            is_number = isinstance(number, (int, float, torch.Tensor, type(None))) and not isinstance(number, bool)
+            if not is_number or (isinstance(number, (int, float)) and not number >= 0):
+                raise ValueError(f"{name} is {given!r}; wanted a number, 0 or more, or None: pass that")
+    if not isinstance(rule, str) or rule not in ("target", "drafted"):
         raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted': pass one of the two")
     if getattr(model.config, "mtp_detach_heads", False) and not detach_trunk:
         came = "detach_trunk is False and config.mtp_detach_heads True: Megatron would detach all the same"
@@ -360,6 +377,8 @@ def _check_model(model):
     import megatron.core
     from megatron.core.transformer import multi_token_prediction
 
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; wanted a Megatron GPTModel with MTP layers: pass that")
     if not hasattr(model, "mtp") or not hasattr(model, "output_layer"):
         came = f"{type(model).__name__} has no {'head' if hasattr(model, 'mtp') else 'MTP layers'} on this rank"
         raise RuntimeError(f"{came}; wanted both on the last pipeline stage: build it with mtp_num_layers there")
@@ -383,18 +402,27 @@ def _check_packed(packed):
 
 
 def _check_arguments(hidden, targets, mask, chunk_tokens):
-    if hidden.dim() != 3 or not hidden.is_floating_point():
-        raise TypeError(f"hidden is {hidden.dtype} {list(hidden.shape)}; wanted floats [s, b, h]: convert it")
     wanted = [hidden.shape[1], hidden.shape[0]]
     for name, tensor in (("targets", targets), ("mask", mask)):
+        _check_tensor(name, tensor, "[b, s]")
         if list(tensor.shape) != wanted:
             came = f"{name} has shape {list(tensor.shape)}, hidden [s, b, h] {list(hidden.shape)}"
             raise ValueError(f"{came}; wanted [b, s] = {wanted}: transpose or slice one of the two")
     if targets.dtype != torch.int64:
         raise TypeError(f"targets is {targets.dtype}; wanted torch.int64: call .long()")
-    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+    if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
     _check_mask(mask)
+
+
+def _check_tensor(name, tensor, shape, floating=False):
+    """A dense tensor with as many dimensions as `shape` names, of a kind that torch can compute with."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        came = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is {came}; wanted a dense tensor {shape} with data: convert it")
+    if tensor.dim() != shape.count(",") + 1 or (floating and not tensor.is_floating_point()):
+        kind = "floats " if floating else ""
+        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; wanted {kind}{shape}: convert it")
 
 
 def _check_mask(mask):

@@ -26,7 +26,6 @@ import contextlib
 import cProfile
 import functools
 import gc
-import importlib.machinery
 import importlib.util
 import io
 import json
@@ -61,10 +60,22 @@ MIMO_7B = dict(
 TINY = dict(num_layers=2, hidden_size=128, num_heads=4, num_groups=2, ffn_size=256, vocab_size=512, max_positions=512)
 GB = 1e9
 
-if os.environ.get("BENCH_EMPTY_RAY") and importlib.util.find_spec("ray") is None:
-    # vLLM 0.25.1's IPC engine imports ray at its head, and uses it for a way of sending that is not taken here.
-    sys.modules["ray"] = types.ModuleType("ray")
-    sys.modules["ray"].__spec__ = importlib.machinery.ModuleSpec("ray", None)
+
+def import_ipc_engine():
+    """vLLM 0.25.1's IPC engine imports ray at its head, and uses it for a way of sending that is not taken here."""
+    absent = importlib.util.find_spec("ray") is None
+    if absent:
+        sys.modules["ray"] = types.ModuleType("ray")
+    try:
+        from vllm.distributed.weight_transfer import ipc_engine
+    finally:
+        if absent:
+            del sys.modules["ray"]  # or the rest of vLLM would take it for the real one
+    return ipc_engine, absent
+
+
+if os.environ.get("BENCH_IMPORT_IPC"):  # in vLLM's worker too, before it looks for its transfer engine
+    import_ipc_engine()
 
 
 class PushWorker(train_mimo.SmokeWorker):
@@ -412,7 +423,7 @@ def bench_push_ipc(options, hf_config, device, dtype, save):
 
 def native_push(llm, tensors, packed):
     """vLLM 0.25.1's IPC weight transfer, of what its load_weights takes: the target."""
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
+    ipc_engine, _ = import_ipc_engine()
 
     def send(update):
         fields = {key: getattr(update, key) for key in ("names", "dtype_names", "shapes", "tensor_sizes", "packed")}
@@ -420,8 +431,8 @@ def native_push(llm, tensors, packed):
         llm.update_weights({"update_info": {key: value for key, value in fields.items() if value is not None}})
 
     llm.start_weight_update()
-    how = IPCTrainerSendWeightsArgs(send_mode=send, packed=packed)
-    IPCWeightTransferEngine.trainer_send_weights(iter(tensors.items()), how)
+    how = ipc_engine.IPCTrainerSendWeightsArgs(send_mode=send, packed=packed)
+    ipc_engine.IPCWeightTransferEngine.trainer_send_weights(iter(tensors.items()), how)
     llm.finish_weight_update()
 
 
@@ -436,7 +447,7 @@ def bench_native(options, hf_config, device, dtype, save):
     copy_gb_s = copy_rate(tensors, device, options.repeats)
     if device == "cuda":
         torch.cuda.empty_cache()
-    save(bytes=num_bytes, bytes_of_target=of_target, copy_gb_s=copy_gb_s, empty_ray="ray" in sys.modules)
+    save(bytes=num_bytes, bytes_of_target=of_target, copy_gb_s=copy_gb_s, without_ray=import_ipc_engine()[1])
     settings = dict(load_format="dummy", weight_transfer_config={"backend": "ipc"})
     llm, _ = start(folder, options, device, dtype, process=True, **settings)
     llm.init_weight_transfer_engine({"init_info": {}})
@@ -705,7 +716,7 @@ def main(argv=None):
     about |= {"dtype": str(dtype)} | shared.provenance(device, options.commit)
     for part in options.parts or PARTS:
         if part == "native":
-            os.environ["BENCH_EMPTY_RAY"] = "1"
+            os.environ["BENCH_IMPORT_IPC"] = "1"
         left = options.limit_s - (time.perf_counter() - began)
         print(f"\n== {part}", flush=True)
         at = time.perf_counter()
@@ -713,7 +724,7 @@ def main(argv=None):
             result = {"error": "not started, the time was over"}
         else:
             result = run_part(part, argv, options, work, min(left, PARTS[part][1]))
-        os.environ.pop("BENCH_EMPTY_RAY", None)
+        os.environ.pop("BENCH_IMPORT_IPC", None)
         result["part_s"] = time.perf_counter() - at
         path = f"{options.out}/mimo7b_{part}{'_tiny' if options.tiny else ''}.json"
         shared.write_json(path, {"benchmark": f"mimo7b {part}"} | about | result)
