@@ -413,7 +413,8 @@ def sample(llm, prompts, args, step_number):
 
     first_seed = (args.seed * 1_000_003 + step_number) * 1_000_003
     settings = dict(temperature=args.temperature, ignore_eos=True, detokenize=False, logprobs=0)
-    params = [SamplingParams(max_tokens=n, seed=first_seed + i, **settings) for i, (_, n) in enumerate(prompts)]
+    seeds = [(first_seed + i) % 2**63 for i in range(len(prompts))]  # vLLM takes 64 bits
+    params = [SamplingParams(max_tokens=n, seed=seed, **settings) for seed, (_, n) in zip(seeds, prompts, strict=True)]
     inputs = [{"prompt_token_ids": prompt} for prompt, _ in prompts]
     outputs, decisions = generate(llm, inputs, params)
     samples = []
@@ -644,6 +645,11 @@ def check(args):
         "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0, --mtp-scale 0 or more": not (
             all(0 < value < math.inf for value in positive) and 0 <= args.mtp_scale < math.inf
         ),
+        "--temperature must be 0.01 or more: vLLM samples at 0.01 below that": args.temperature < 0.01,
+        "--gamma, --gae-lambda and --kl-coef must be finite numbers": not all(
+            map(math.isfinite, (args.gamma, args.gae_lambda, args.kl_coef))
+        ),
+        f"--seed is {args.seed}, give 0 to 2**63 - 1": not 0 <= args.seed < 2**63,
         "--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups": args.heads % args.groups
         or args.hidden / args.heads not in (32, 64, 96, 128),
         "--device is cuda, but torch sees no CUDA device: give cpu, or auto": args.device == "cuda"
@@ -915,7 +921,12 @@ def main(argv=None):
     try:
         check(args)
         first_step, saved = 0, None
-        if args.resume:
+        if not args.resume:
+            try:
+                os.makedirs(args.out, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--out {args.out} cannot be made ({error}), give another folder") from error
+        else:
             folder, verbose = args.resume, args.verbose
             args, first_step, saved = load_state(folder)
             args.out, args.verbose = folder, verbose
