@@ -864,8 +864,9 @@ def train(args, first_step=0, saved=None):
         restore(saved, tensors, generator)
         lines = keep_lines(args, first_step)
     reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, dtype=dtype).to(device)
-    num_bytes = sum(p.nbytes for p in actor.parameters()) - sum(p.nbytes for p in reference.parameters())
-    print(f"reference: {num_bytes:,} bytes of MTP layers not built, 2 MTP forward passes a step not run", flush=True)
+    num_saved = sum(p.numel() for p in actor.parameters()) - sum(p.numel() for p in reference.parameters())
+    saving = f"{num_saved:,} parameters, {num_saved * dtype.itemsize:,} bytes of MTP layers not built"
+    print(f"reference: {saving}, 2 MTP forward passes a step not run", flush=True)
 
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     with quiet(args.verbose):

@@ -246,7 +246,7 @@ def figure_mask():
         shares = series(run, "mtp_prompt_share")
         bottom.plot(shares, color=colour, linewidth=2)
         label(bottom, len(shares) - 1, shares[-1], f"{text}: {statistics.fmean(shares):.0%}", colour)
-    bottom.set(title="share of the MTP loss that lies on prompt tokens", ylim=(-0.02, 0.32))
+    bottom.set(title="share of the slots that train, whose target is a prompt token", ylim=(-0.02, 0.32))
     bottom.set(xlabel="PPO step", xlim=(0, (len(shares) - 1) * 1.3), xticks=range(0, len(shares), 5))
     bottom.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, 0))
     bottom.spines[["top", "right"]].set_visible(False)

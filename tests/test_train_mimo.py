@@ -227,7 +227,7 @@ def test_the_run_leaves_curves_and_a_hugging_face_checkpoint_that_fills_a_model(
 def test_the_screen_says_what_the_reference_saves(short_run, megatron):
     mtp = train_mimo.build_model(train_mimo.mimo_config()).mtp
     num_bytes = sum(parameter.nbytes for parameter in mtp.parameters())
-    assert any(f"reference: {num_bytes:,} bytes of MTP layers not built" in line for line in short_run.stdout)
+    assert any(f"parameters, {num_bytes:,} bytes of MTP layers not built" in line for line in short_run.stdout)
 
 
 @pytest.mark.engine
