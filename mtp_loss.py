@@ -135,10 +135,6 @@ def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denom
         if arguments["labels"] is not None:
             for name in ("labels", "loss_mask"):
                 _check_tensor(name, arguments[name], "[b, s]")
-                if arguments[name].shape != arguments["input_ids"].shape:
-                    shapes = list(arguments[name].shape), list(arguments["input_ids"].shape)
-                    came = f"{name} has shape {shapes[0]}, input_ids {shapes[1]}"
-                    raise ValueError(f"{came}; wanted one shape [b, s]: align them with input_ids")
             if arguments["labels"].dtype != torch.int64:
                 raise TypeError(f"labels is {arguments['labels'].dtype}; wanted torch.int64: call .long()")
         # mtp_in_postprocess is off inside skip_mtp (ref_disable.py).
