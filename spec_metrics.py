@@ -308,7 +308,7 @@ def explain_disagreement(token_ids, prompt_length, draft_token_ids, decisions, d
     emitted, drafted = _aligned(token_ids, prompt_length, draft_token_ids)
     decisions = _items(decisions, "decisions")
     num_steps = len(decisions)
-    decisions = _counts(decisions[:-1] if decisions[-1:] == [None] else decisions, "decisions")
+    decisions = _counts(decisions[:-1] if decisions and decisions[-1] is None else decisions, "decisions")
     if any(decision > 1 for decision in decisions):
         wanted = "0 or 1 a step (None only as the last); draft one token a step"
         raise ValueError(f"decisions: got {decisions!r:.80}, wanted {wanted}")
@@ -436,7 +436,7 @@ def _known(counts, what):
     for where, c in known:
         if not isinstance(c, SpecCounts):
             raise TypeError(f"{where}: got {type(c).__name__}, wanted SpecCounts or None; see counts_from_*")
-    return [_checked(where, *astuple(c)) for where, c in known]
+    return [_checked(where, *vars(c).values()) for where, c in known]
 
 
 def _add(rows):

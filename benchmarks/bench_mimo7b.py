@@ -142,15 +142,6 @@ def random_tensors(hf_config, device, dtype, seed=0):
     return {name: random_tensor(name, shape, device, dtype, generator) for name, shape in shapes}
 
 
-def write_config(folder, hf_config, dtype):
-    """All of a checkpoint but its tensors, which load_format="dummy" does not ask for."""
-    os.makedirs(folder, exist_ok=True)
-    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-    content = hf_config | {"torch_dtype": str(dtype).removeprefix("torch."), "auto_map": auto_map}
-    pathlib.Path(f"{folder}/config.json").write_text(json.dumps(content, indent=2))
-    pathlib.Path(f"{folder}/configuration_mimo.py").write_text(train_mimo.MIMO_CONFIGURATION)
-
-
 def build(hf_config, device, dtype, **overrides):
     """A Megatron model filled with random weights where it lies: drawing 7.8 B of them on CPU takes minutes."""
     overrides = dict(perform_initialization=False, use_cpu_initialization=device == "cpu") | overrides
@@ -168,13 +159,13 @@ def start(folder, options, device, dtype, *, process=False, **overrides):
     """vLLM, eager, with a cache of 1 GiB beside the trainer's tensors; (llm, seconds)."""
     # Sized by hand: vLLM's own sizing takes the trainer's memory for its own, where both are one process.
     cuda = dict(gpu_memory_utilization=0.3, kv_cache_memory_bytes=1 << 30)
-    settings = dict(max_num_seqs=8, worker_extension_cls="bench_mimo7b.PushWorker", max_model_len=256)
+    # Small batches also keep vLLM's trial run at start short.
+    settings = dict(max_num_seqs=8, max_model_len=256, max_num_batched_tokens=2048)
+    settings |= dict(worker_extension_cls="bench_mimo7b.PushWorker")
     settings |= cuda if device == "cuda" else {}
     began = time.perf_counter()
-    with train_mimo.quiet(options.verbose):
-        llm = train_mimo.start_engine(
-            folder, process=process, dtype=str(dtype).removeprefix("torch."), **(settings | overrides)
-        )
+    settings |= dict(process=process, dtype=str(dtype).removeprefix("torch."))
+    llm = train_mimo.start_engine(folder, **(settings | overrides))
     seconds = time.perf_counter() - began
     print(f"vLLM started in {seconds:.0f} s", flush=True)
     return llm, seconds
@@ -395,7 +386,7 @@ def profile(run, top=25):
 
 def bench_push(options, hf_config, device, dtype, save, process=False):
     folder = f"{options.work}/config"
-    write_config(folder, hf_config, dtype)
+    shared.write_config(folder, hf_config, dtype)
     tensors = random_tensors(hf_config, device, dtype)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     copy_gb_s = copy_rate(tensors, device, options.repeats)
@@ -440,7 +431,7 @@ def bench_native(options, hf_config, device, dtype, save):
     """Against sync_weights in the same engine. What fails is the result, word for word."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM asks for it before it unpickles the IPC handles
     folder, rows = f"{options.work}/config", []
-    write_config(folder, hf_config, dtype)
+    shared.write_config(folder, hf_config, dtype)
     tensors = random_tensors(hf_config, device, dtype)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     of_target = sum(tensor.nbytes for name, tensor in tensors.items() if ".mtp_layers." not in name)
@@ -509,7 +500,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
     args = train_mimo.Args(
         device=device, layers=layers, hidden=hf_config["hidden_size"], **heads, ffn=hf_config["intermediate_size"],
         vocab=hf_config["vocab_size"], symbols=min(256, hf_config["vocab_size"]), lr=1e-4, mtp_lr=2e-4,
-        prompts=options.prompts, response_tokens=options.response_tokens, verbose=options.verbose,
+        prompts=options.prompts, response_tokens=options.response_tokens,
         warmup_steps=options.warmup_steps,
     )  # fmt: skip
     clock, seconds = [time.perf_counter()], {}
@@ -524,8 +515,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
 
     train_mimo.init_megatron(device)
     generator = torch.Generator().manual_seed(0)
-    with train_mimo.quiet(options.verbose):
-        actor = build(hf_config, device, dtype, **shared.recompute_settings(args))
+    actor = build(hf_config, device, dtype, **shared.recompute_settings(args))
     trainer = shared.make_trainer(actor, args, device)
     parameters = sum(p.numel() for p in trainer.actor.parameters())
     print(f"{layers} layers, {parameters:,} parameters", flush=True)
@@ -566,7 +556,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
 
 def write_sharded(folder, hf_config, dtype, num_shards, device):
     """A checkpoint laid out as MiMo-7B's: files model-0000i-of-0000n.safetensors and an index; returns its bytes."""
-    write_config(folder, hf_config, dtype)
+    shared.write_config(folder, hf_config, dtype)
     generator = torch.Generator(device).manual_seed(0)
     shapes = list(hf_shapes(hf_config).items())
     total = sum(torch.Size(shape).numel() for _, shape in shapes) * dtype.itemsize
@@ -630,11 +620,11 @@ def bench_checkpoint(options, hf_config, device, dtype, save):
 PARTS = {  # and the seconds after which a part is cut off
     "recompute": (bench_recompute, 150),
     "reference": (bench_reference, 150),
-    "push": (bench_push, 240),
+    "push": (bench_push, 300),
     "push-ipc": (bench_push_ipc, 300),
     "native": (bench_native, 300),
-    "ppo": (bench_ppo, 400),
-    "checkpoint": (bench_checkpoint, 200),
+    "ppo": (bench_ppo, 450),
+    "checkpoint": (bench_checkpoint, 250),
 }
 
 
@@ -671,7 +661,6 @@ def parse(argv=None):
     parser.add_argument("--steps", type=int, default=2, help="of PPO after the first, which compiles")
     parser.add_argument("--profile", action="store_true", help="also say where a push spends the interpreter's time")
     parser.add_argument("--limit-s", type=float, default=590, help="all parts together; the rest is cut off")
-    parser.add_argument("--verbose", action="store_true", help="show what vLLM and Megatron log")
     parser.add_argument("--out", default=str(shared.ROOT / "benchmarks/results"))
     parser.add_argument("--commit", default="", help="where there is no git checkout")
     parser.add_argument("--part", choices=PARTS, help="used by the script itself")
@@ -710,6 +699,7 @@ def main(argv=None):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hf_config = train_mimo.mimo_config(**(TINY if options.tiny else MIMO_7B))
     if options.part:
+        shared.show_stacks_before_the_end()
         return child(options, hf_config, device, dtype)
     work, began, failed = options.work or tempfile.mkdtemp(prefix="bench_mimo7b_"), time.perf_counter(), []
     about = {"command": " ".join(["benchmarks/bench_mimo7b.py", *argv]), "model": hf_config}

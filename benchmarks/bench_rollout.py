@@ -16,6 +16,8 @@ from the engine's own counters (spec_metrics.counts_from_vllm_counters). Beside 
 spec_metrics.speedup_estimate, which knows of parameters read and of nothing else: not of launch time or attention.
 
 Run   python benchmarks/bench_rollout.py --device cuda                    about 6 minutes on an H200, 0.53 B parameters
+      python benchmarks/bench_rollout.py --device cuda --only-none        2 minutes: none alone, random weights, added
+                                                                          to the result that OUT holds
       python benchmarks/bench_rollout.py --device cuda --size large       about 9 minutes, 3.1 B parameters
       python benchmarks/bench_rollout.py --device cpu --tiny              does the script run? Its numbers mean nothing
 Out   OUT/rollout_SIZE.json, rewritten after each arm, so that a run that is cut off keeps what it had
@@ -24,6 +26,7 @@ Out   OUT/rollout_SIZE.json, rewritten after each arm, so that a run that is cut
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import importlib.metadata
 import json
 import os
@@ -103,20 +106,47 @@ def run_child(arguments, path, limit_s):
     """Runs this interpreter on `arguments`; returns what it wrote to `path`, with "error" if it did not end well.
 
     A process of its own, so that its GPU memory is free afterwards and its failure is its own. Past the limit it is
-    ended with all that it started.
+    ended with all that it started. What it wrote to stderr, with vLLM's log and the stacks shortly before the limit, is
+    shown and kept only if it failed.
     """
-    child = subprocess.Popen([sys.executable, *map(str, arguments)], start_new_session=True)
-    try:
-        code = child.wait(timeout=max(1, limit_s))
-        error = f"exit status {code}" if code else None
-    except subprocess.TimeoutExpired:
-        error = f"cut off after {limit_s:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # an engine in its own process is of the child's group
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    env = os.environ | {"BENCH_LIMIT_S": str(limit_s), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    env["VLLM_LOGGING_LEVEL"] = "INFO"
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).unlink(missing_ok=True)
+    with open(f"{path}.log", "w") as log:
+        command = [sys.executable, *map(str, arguments)]
+        child = subprocess.Popen(command, start_new_session=True, stderr=log, env=env)
+        try:
+            code = child.wait(timeout=max(1, limit_s))
+            error = f"exit status {code}" if code else None
+        except subprocess.TimeoutExpired:
+            error = f"cut off after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # an engine in its own process is of the child's group
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     result = json.loads(pathlib.Path(path).read_text()) if os.path.exists(path) else {}
-    return result | ({"error": result.get("error", error)} if error else {})
+    if not error:
+        return result
+    tail = pathlib.Path(f"{path}.log").read_text(errors="replace")[-6000:]
+    print(tail, file=sys.stderr, flush=True)
+    return result | {"error": result.get("error", error), "log": tail.splitlines()}
+
+
+def show_stacks_before_the_end():
+    """In a child: where each thread stands goes to its log, if it comes near its limit."""
+    limit_s = float(os.environ.get("BENCH_LIMIT_S", 0))
+    if limit_s > 20:
+        faulthandler.dump_traceback_later(limit_s - 10)
+
+
+def write_config(folder, hf_config, dtype):
+    """All of a checkpoint but its tensors, which load_format="dummy" does not ask for."""
+    os.makedirs(folder, exist_ok=True)
+    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    content = hf_config | {"torch_dtype": str(dtype).removeprefix("torch."), "auto_map": auto_map}
+    pathlib.Path(f"{folder}/config.json").write_text(json.dumps(content, indent=2))
+    pathlib.Path(f"{folder}/configuration_mimo.py").write_text(train_mimo.MIMO_CONFIGURATION)
 
 
 def synchronize(device):
@@ -382,7 +412,7 @@ def measure(llm, arm, args, batches, repeats, ratio, on_row):
     return rows
 
 
-def engine(folder, args, device, dtype, speculate, max_num_seqs):
+def engine(folder, args, device, dtype, speculate, max_num_seqs, **overrides):
     """CUDA graphs at the batch sizes that occur, so that capturing takes seconds."""
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
     # The trainer's memory lies in this process too, which vLLM's own sizing of the cache would count as its own.
@@ -390,17 +420,17 @@ def engine(folder, args, device, dtype, speculate, max_num_seqs):
         cudagraph_capture_sizes=[size for size in sizes if size <= 2 * max_num_seqs]
     ))  # fmt: skip
     began = time.perf_counter()
-    with train_mimo.quiet(args.verbose):
-        llm = train_mimo.start_engine(
-            folder,
-            process=args.engine == "process",
-            speculate=speculate,
-            dtype=str(dtype).removeprefix("torch."),
-            max_num_seqs=max_num_seqs,
-            enforce_eager=device == "cpu",
-            disable_log_stats=False,  # the counters of 0.25.1
-            **(cuda if device == "cuda" else {}),
-        )
+    llm = train_mimo.start_engine(
+        folder,
+        process=args.engine == "process",
+        speculate=speculate,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=max_num_seqs,
+        enforce_eager=device == "cpu",
+        disable_log_stats=False,  # the counters of 0.25.1
+        **(cuda if device == "cuda" else {}),
+        **overrides,
+    )
     config = llm.llm_engine.vllm_config
     facts = {
         "start_s": time.perf_counter() - began,
@@ -419,8 +449,7 @@ def speculating(options, args, hf_config, device, dtype, result, save):
     train_mimo.init_megatron(device)
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    with train_mimo.quiet(args.verbose):
-        actor = train_mimo.build_model(hf_config, dtype=dtype, **recompute_settings(args))
+    actor = train_mimo.build_model(hf_config, dtype=dtype, **recompute_settings(args))
     actor = actor.to(device=device, dtype=dtype)  # norms too: Megatron's local ones are float32, vLLM's are not
     trainer, ratio = make_trainer(actor, args, device), draft_cost_ratio(actor)
     result |= {"parameters": sum(p.numel() for p in actor.parameters()), "draft_cost_ratio": ratio}
@@ -472,10 +501,14 @@ def speculating(options, args, hf_config, device, dtype, result, save):
     print(f"after the push: replay agreement {result['after_push']['replay_agreement']:.4f}", flush=True)
 
 
-def plain(options, args, device, dtype, result, save):
-    """The second process: no speculation."""
-    max_num_seqs = max(args.prompts, *options.batches)
-    llm, result["engine_plain"] = engine(f"{options.work}/shifted", args, device, dtype, False, max_num_seqs)
+def plain(options, args, hf_config, device, dtype, result, save):
+    """The second process: no speculation. Without a policy to load, what the weights say does not change the speed."""
+    max_num_seqs, folder, how = max(args.prompts, *options.batches), f"{options.work}/shifted", {}
+    result["none_weights"] = "the shifted policy's"
+    if options.only_none:
+        result["none_weights"], how = "random, in a run of its own", {"load_format": "dummy"}
+        write_config(folder, hf_config, dtype)
+    llm, result["engine_plain"] = engine(folder, args, device, dtype, False, max_num_seqs, **how)
 
     def on_row(rows):
         result["none"] = list(rows)
@@ -531,7 +564,7 @@ def child(options, args, hf_config, device, dtype):
         if options.phase == "speculating":
             speculating(options, args, hf_config, device, dtype, result, save)
         else:
-            plain(options, args, device, dtype, result, save)
+            plain(options, args, hf_config, device, dtype, result, save)
     except BaseException as error:
         result["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
@@ -560,7 +593,7 @@ def parse(argv=None):
     parser.add_argument("--limit-s", type=float, default=570, help="all of it; what is not done by then is cut off")
     parser.add_argument("--engine", choices=("inprocess", "process"), default="inprocess")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true", help="show what vLLM and Megatron log")
+    parser.add_argument("--only-none", action="store_true", help="measure none alone and add it to OUT's result")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results"))
     parser.add_argument("--commit", default="", help="where there is no git checkout")
     parser.add_argument("--work", help="folder for checkpoints, kept; a temporary one by default")
@@ -580,7 +613,7 @@ def main(argv=None):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     args = train_mimo.Args(
         device=device, engine=options.engine, response_tokens=tokens, steps=options.ppo_steps, seed=options.seed,
-        prompts=options.ppo_prompts, warmup_steps=options.warmup_steps, verbose=options.verbose, **SIZES[options.size],
+        prompts=options.ppo_prompts, warmup_steps=options.warmup_steps, **SIZES[options.size],
     )  # fmt: skip
     positions = max(128, 2 ** (tokens + train_mimo.MAX_PROMPT + 8).bit_length())
     hf_config = train_mimo.mimo_config(
@@ -588,24 +621,33 @@ def main(argv=None):
         ffn_size=args.ffn, vocab_size=args.vocab, max_positions=positions,
     )  # fmt: skip
     if options.phase:
+        show_stacks_before_the_end()
         return child(options, args, hf_config, device, dtype)
 
     began, work = time.perf_counter(), options.work or tempfile.mkdtemp(prefix="bench_rollout_")
     path = f"{options.out}/rollout_{options.size}.json"
+    if options.only_none and not os.path.exists(path):
+        print(f"--only-none adds to {path}, which is not there: run the other arms first", file=sys.stderr)
+        return 2
     result = {
         "benchmark": "rollout", "command": " ".join(["benchmarks/bench_rollout.py", *argv]), "size": options.size,
         "model": hf_config, "response_tokens": tokens, "temperature": 1.0, **provenance(device, options.commit),
     }  # fmt: skip
+    if options.only_none:  # the other arms' run, with this one's provenance beside it
+        of_none = {key: result[key] for key in ("command", "commit", "versions", "card", "environment")}
+        result |= json.loads(pathlib.Path(path).read_text()) | {"none_run": of_none}
+        result.pop("log", None)
     errors = []
-    for phase in ("speculating", "plain"):
-        if phase == "plain" and not os.path.exists(f"{work}/shifted/config.json"):
+    for phase in ["plain"] if options.only_none else ["speculating", "plain"]:
+        if phase == "plain" and not (options.only_none or os.path.exists(f"{work}/shifted/config.json")):
             break
         inner = f"{work}/{phase}.json"
         left = options.limit_s - (time.perf_counter() - began)
         found = run_child([__file__, *argv, "--work", work, "--phase", phase, "--result", inner], inner, left)
         if "error" in found:
             errors.append(f"{phase}: {found.pop('error')}")
-        result |= found | {"errors": errors, "seconds": time.perf_counter() - began}
+        seconds = "none_seconds" if options.only_none else "seconds"
+        result |= found | {"errors": errors, seconds: time.perf_counter() - began}
         write_json(path, with_speedups(result))
     print_table(result)
     print(f"{result['seconds']:.0f} s; {path}")
