@@ -38,6 +38,7 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def megatron_to_hf(named_params, hf_config):
     _, tp_size, group = _tensor_parallel()
     for name, tensor in _pairs(named_params):
         name = _strip(name)
-        if name == "output_layer.weight" and _get(hf_config, "tie_word_embeddings"):
+        if name == "output_layer.weight" and _is_tied(hf_config):
             continue
         if name not in layouts or not seen.isdisjoint(layouts[name][1]):
             came = f"{name} is no parameter of this MiMo, or came twice"
@@ -110,7 +111,8 @@ def megatron_to_hf(named_params, hf_config):
         seen.update(shapes)
         whole = _gather(kind, tensor.detach(), tp_size, group)
         rows, *rest = sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:]
-        if list(whole.shape[1:]) != rest or not (len(whole) == rows or kind == "vocab" and len(whole) > rows):
+        num_rows = whole.shape[0] if whole.dim() else 0
+        if list(whole.shape[1:]) != rest or num_rows < rows or num_rows > rows and kind != "vocab":
             came = f"{name} has shape {list(whole.shape)}, all ranks together"
             raise DrafterSyncError(f"{came}; wanted {[rows, *rest]}: pass this model's own config")
         yield from zip(shapes, _to_hf(kind, whole, hf_config), strict=True)
@@ -127,10 +129,12 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
     Yields (Megatron name, tensor). A tied checkpoint may hold lm_head.weight too, if it equals the embedding.
     DrafterSyncError for names left over, missing or unknown and for shapes; TypeError for what is no pair or no name.
     """
-    layouts, tied = _layouts(hf_config), _get(hf_config, "tie_word_embeddings")
-    if isinstance(megatron_names, str) or not all(isinstance(name, str) for name in megatron_names):
+    layouts, tied = _layouts(hf_config), _is_tied(hf_config)
+    is_listing = isinstance(megatron_names, (Mapping, Sequence, Set)) and not isinstance(megatron_names, str)
+    if not is_listing or not all(isinstance(name, str) for name in megatron_names):
         raise TypeError(f"megatron_names is {megatron_names!r:.60}; wanted names: pass dict(model.named_parameters())")
-    like = megatron_names if hasattr(megatron_names, "keys") else dict.fromkeys(megatron_names)
+    of = megatron_names if isinstance(megatron_names, Mapping) else {}
+    like = {name: of[name] if _is_dense(of.get(name)) else None for name in megatron_names}
     plain = {name: _strip(name) for name in like if not name.endswith("_extra_state")}
     plain = {name: of for name, of in plain.items() if not (tied and of == "output_layer.weight")}
     if unknown := [name for name, of in plain.items() if of not in layouts]:
@@ -150,6 +154,9 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
             came = f"{hf_name} has shape {list(tensor.shape)}"
             raise DrafterSyncError(f"{came}; wanted {list(shapes[hf_name])}: pass this checkpoint's own config")
         pieces = waiting.setdefault(name, {})
+        if any(tensor.dtype != piece.dtype or tensor.device != piece.device for piece in pieces.values()):
+            came = f"{hf_name} is {tensor.dtype} on {tensor.device}, and what it is joined with to {name} is not"
+            raise DrafterSyncError(f"{came}; wanted one dtype and device: convert the checkpoint")
         pieces[hf_name] = tensor
         if len(pieces) == len(shapes):
             del waiting[name]
@@ -162,8 +169,12 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
 def _layouts(hf_config):
     """{Megatron name: (kind, {HF name: shape})} of every parameter, under every name that it may have."""
     keys = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers"
-    vocab, hidden, ffn, heads, groups, layers = (_get(hf_config, key, at_least=1) for key in keys.split())
-    head = _get(hf_config, "head_dim") or hidden // heads
+    vocab, hidden, ffn, heads, groups, layers = (_get(hf_config, key) for key in keys.split())
+    head = _get(hf_config, "head_dim", or_none=True) or hidden // heads
+    depths = _get(hf_config, "num_nextn_predict_layers", or_none=True) or 0
+    if layers + depths > 10_000 or heads % groups:  # each layer has names: a wrong count must not fill the memory
+        came = f"hf_config has {layers} layers, {depths} MTP layers, {heads} attention heads in {groups} groups"
+        raise ValueError(f"{came}; wanted 10,000 layers at most, and heads that divide: pass MiMo's config")
     sizes = {"V": vocab, "D": hidden, "2D": 2 * hidden, "F": ffn, "Q": heads * head, "K": groups * head}
     names = {}
 
@@ -179,20 +190,29 @@ def _layouts(hf_config):
     add(MODEL)
     for i in range(layers):
         add(LAYER, f"decoder.layers.{i}.", f"model.layers.{i}.")
-    for i in range(_get(hf_config, "num_nextn_predict_layers") or 0):
+    for i in range(depths):
         add(MTP, f"mtp.layers.{i}.", f"model.mtp_layers.{i}.")
         for inner in ("transformer_layer", "mtp_model_layer"):
             add(LAYER, f"mtp.layers.{i}.{inner}.", f"model.mtp_layers.{i}.")
-    if _get(hf_config, "tie_word_embeddings"):
+    if _is_tied(hf_config):
         del names["output_layer.weight"]
     return names
 
 
-def _get(hf_config, key, at_least=None):
+def _get(hf_config, key, or_none=False):
+    """A size of the model, 1 or more; with or_none also 0 or nothing."""
     value = hf_config.get(key) if isinstance(hf_config, dict) else getattr(hf_config, key, None)
-    if at_least is not None and (type(value) is not int or value < at_least):
-        raise ValueError(f"hf_config has {key} = {value!r}; wanted a number of {at_least} or more: pass MiMo's config")
+    if (type(value) is not int or value < (not or_none)) and not (or_none and value is None):
+        wanted = f"a whole number, {'0' if or_none else '1'} or more"
+        raise ValueError(f"hf_config has {key} = {value!r:.60}; wanted {wanted}: pass MiMo's config")
     return value
+
+
+def _is_tied(hf_config):
+    tied = hf_config.get("tie_word_embeddings") if isinstance(hf_config, dict) else hf_config.tie_word_embeddings
+    if not isinstance(tied, (bool, type(None))):
+        raise ValueError(f"hf_config has tie_word_embeddings = {tied!r:.60}; wanted True or False: pass MiMo's config")
+    return tied
 
 
 def _to_hf(kind, whole, hf_config):
@@ -248,7 +268,7 @@ def _cut(name, kind, whole, like):
     """The inverse of _gather; a padded vocabulary is filled up."""
     rank, tp_size, _ = _tensor_parallel()
     dim = 1 if kind == "columns" else 0
-    if kind == "vocab" and like is not None:
+    if kind == "vocab" and like is not None and like.dim() == 2:
         whole = torch.nn.functional.pad(whole, (0, 0, 0, max(0, len(like) * tp_size - len(whole))))
     part = whole
     if kind == "gate_up" and tp_size > 1:
@@ -274,14 +294,19 @@ def _strip(name):
 
 def _pairs(named):
     """(name, tensor) pairs, one at a time, of a dict, a list or an iterator."""
-    named = named.items() if hasattr(named, "items") else named
-    for pair in named if hasattr(named, "__iter__") else [named]:
+    is_many = hasattr(named, "__iter__") and getattr(named, "ndim", 1)  # one of no dimension refuses iteration
+    for pair in named.items() if isinstance(named, Mapping) else named if is_many else [named]:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
         if is_pair and pair[0].endswith("_extra_state"):  # Transformer Engine's FP8 bookkeeping, no tensor
             continue
-        if not is_pair or not isinstance(pair[1], torch.Tensor):
-            raise TypeError(f"{pair!r:.60} came; wanted (name, tensor) pairs: pass model.named_parameters(), say")
+        if not is_pair or not _is_dense(pair[1]):
+            came = f"{pair!r:.60}"
+            raise TypeError(f"{came} came; wanted (name, dense tensor) pairs: pass model.named_parameters(), say")
         yield pair
+
+
+def _is_dense(tensor):
+    return isinstance(tensor, torch.Tensor) and not tensor.is_nested and not tensor.is_sparse
 
 
 def _without_tied_head(pairs):
@@ -321,6 +346,8 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
     while hasattr(model, "module"):
         model = model.module
     _check_model(model)
+    if not isinstance(pre_norm, bool) or not isinstance(zero_position0, bool):
+        raise TypeError(f"pre_norm={pre_norm!r:.60}, zero_position0={zero_position0!r:.60}; wanted bools: pass those")
     mtp, own, stock_forward = model.mtp, vars(model.mtp).get("forward"), model.mtp.forward
     before_norm = []
 
@@ -480,29 +507,29 @@ class DrafterSyncExtension:
 
         For a quantised layer: the digest of what was received, if the first and last row held are its quantisation.
         """
-        held = {}
+        held, wrong = {}, {}
         for name, tensor, scale in _held(push.models, self.vllm_config.model_config, push.band):
             if scale is None:
                 held[name] = _digest(tensor)
                 continue
-            digest, rows = push.quantised.pop(name)
+            held[name], rows = push.quantised.pop(name)
             # e4m3 has 3 mantissa bits: half a step is 1/16 of the value, or 2^-10 of the scale near zero.
-            off = (tensor[[0, -1]].float() * scale - rows).abs() > rows.abs() / 16 + scale * 2**-9
-            held[name] = "not the quantisation of what was received" if off.any() else digest
-        return held
+            if ((tensor[[0, -1]].float() * scale - rows).abs() > rows.abs() / 16 + scale * 2**-9).any():
+                wrong[name] = "not the quantisation of what was received"
+        return _hex(held) | wrong
 
     def drafter_sync_fingerprint(self):
-        """{HF name: digest} of the drafter's own layers, as held: quantised bytes and scales where quantised."""
+        """{HF name: digest} of the drafter's own layers, as held: quantised bytes, and scales under names of theirs."""
         prints = {}
         for name, tensor, scale in _held(self.drafter_sync_models()[1:], self.vllm_config.model_config, (0, 1)):
             if ".mtp_layers." in name:
-                prints[name] = _digest(tensor) if scale is None else f"{_digest(tensor)} scale {_digest(scale)}"
-        return prints
+                prints |= {name: _digest(tensor)} | ({} if scale is None else {f"{name}_scale": _digest(scale)})
+        return _hex(prints)
 
     def drafter_sync_raw(self):
         """{parameter: digest} of the drafter's own memory, packing not undone: cheap, and tells whether it is gone."""
         drafter = self.drafter_sync_models()[1]
-        return {name: _digest(p) for name, p in drafter.named_parameters() if ".mtp_layers." in name}
+        return _hex({name: _digest(p) for name, p in drafter.named_parameters() if ".mtp_layers." in name})
 
     def drafter_sync_lost(self):
         """Names of drafter parameters that are not as the last push left them; without one, that none can have.
@@ -593,7 +620,7 @@ def _band(tensor, band):
 
 
 def _digest(tensor):
-    """16 hex digits that change with any bit and any change of order (-0.0 counts as 0.0), computed where it lies.
+    """A number (0-dim int64) that changes with any bit and any change of order; -0.0 counts as 0.0.
 
     Not cryptographic: it finds mistakes, not attacks. Integer arithmetic modulo 2^64, so the order of the sum is free.
     """
@@ -608,7 +635,14 @@ def _digest(tensor):
         words = chunk.view(torch.int64) * 0x2545F4914F6CDD1D  # odd constant of xorshift*
         words ^= words >> 32  # not linear in the words: a swap cannot cancel out
         total += words.sum() * (2 * i * num_words) + words.mul_(odd[: len(words)]).sum()
-    return f"{total.item() & (1 << 64) - 1:016x}"
+    return total
+
+
+def _hex(digests):
+    """{name: 16 hex digits} of {name: _digest}. One wait for the device; one a tensor would cost more than the sums."""
+    device = next(iter(digests.values())).device if digests else None
+    numbers = torch.stack([digest.to(device) for digest in digests.values()]).tolist() if digests else []
+    return {name: f"{number & (1 << 64) - 1:016x}" for name, number in zip(digests, numbers, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -632,7 +666,7 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
     Returns SyncReport. The prefix cache is reset. DrafterSyncError names the tensors and says whether the engine still
     holds what it held or mixed weights; a whole push heals the latter. ValueError and TypeError for other arguments.
     """
-    if not isinstance(drafter, bool) or not (isinstance(verify, bool) or verify == "sample"):
+    if not isinstance(drafter, bool) or not isinstance(verify, (bool, str)) or verify not in (True, False, "sample"):
         raise ValueError(
             f'drafter={drafter!r}, verify={verify!r}; wanted True or False (verify also "sample"): pass it'
         )
@@ -646,17 +680,18 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
     shapes = {name: shape for name, shape in shapes.items() if drafter or ".mtp_layers." not in name}
     num_bytes = sum(map(math.prod, shapes.values())) * getattr(torch, worker["dtype"]).itemsize
     band = (random.randrange(8), 8) if verify == "sample" else (0, 1) if verify else None
-    sent, begun, state = {}, False, "The engine is unchanged"
+    sent, largest, begun, state = {}, {}, False, "The engine is unchanged"
     try:
         if llm.reset_prefix_cache() is False:
             came = "vLLM did not reset its prefix cache, which holds keys of the old weights"
             raise DrafterSyncError(f"{came}; wanted no block in use: finish or abort all requests")
-        stream = _checked(named_tensors, shapes, _get(hf_config, "tie_word_embeddings"), worker, band, sent)
+        stream = _checked(named_tensors, shapes, _is_tied(hf_config), worker, band, sent, largest)
         first = next(stream)
         with _make_buffer(worker, first[1].device, min(bucket_bytes, num_bytes)) as (buffer, where):
             begun = True
             _rpc(llm, "drafter_sync_begin", drafter, band, where)
         for pieces in _fill(buffer, itertools.chain([first], stream)):
+            _refuse_non_finite(largest)
             state = "The engine now holds mixed weights, until a whole push succeeds"
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)  # the workers read from another stream, in another process
@@ -745,8 +780,11 @@ def _rpc(llm, method, *args):
     return call.result()
 
 
-def _checked(named_tensors, shapes, tied, worker, band, sent):
-    """Passes on what may be loaded, in the engine's dtype, with its digests into sent; refuses the rest by name."""
+def _checked(named_tensors, shapes, tied, worker, band, sent, largest):
+    """Passes on what may be loaded, in the engine's dtype; refuses the rest by name.
+
+    Into sent go its digests, into largest its largest absolute value, still on the device: looked at once a bucket.
+    """
     pairs = _pairs(named_tensors)
     if isinstance(named_tensors, (dict, list, tuple)):  # seen at once, so refused before anything is loaded
         pairs = list(pairs)
@@ -762,9 +800,7 @@ def _checked(named_tensors, shapes, tied, worker, band, sent):
             came = f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise DrafterSyncError(f"{came}; wanted floats {list(shapes[name])}: push the model that the engine runs")
         tensor = tensor.detach().to(getattr(torch, worker["dtype"]))
-        # A sum is cheaper than isfinite over all: it is finite only if every term is.
-        if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
-            raise DrafterSyncError(f"{name} holds NaN or infinity; wanted finite weights: look at the last update")
+        largest[name] = torch.linalg.vector_norm(tensor, torch.inf)
         ranks = range(worker["tp_size"] if band else 0)
         sent[name] = [_digest(_band(_shard(name, tensor, rank, len(ranks)), band)) for rank in ranks]
         yield name, tensor
@@ -774,6 +810,14 @@ def _checked(named_tensors, shapes, tied, worker, band, sent):
 def _refuse_missing(shapes, names):
     if missing := sorted(set(shapes) - set(names)):
         raise DrafterSyncError(f"{missing} are missing from the push; wanted the whole checkpoint: add them")
+
+
+def _refuse_non_finite(largest):
+    device = next(iter(largest.values())).device if largest else None
+    values = torch.stack([value.to(device, torch.float64) for value in largest.values()]).tolist() if largest else []
+    if bad := [name for name, value in zip(largest, values, strict=True) if not math.isfinite(value)]:
+        raise DrafterSyncError(f"{bad} hold NaN or infinity; wanted finite weights: look at the last update")
+    largest.clear()
 
 
 @contextlib.contextmanager
@@ -820,6 +864,7 @@ def _compare(results, sent):
     for rank, (_, missed, held) in enumerate(results):
         if missed:
             raise DrafterSyncError(f"vLLM wrote nothing to {missed}; wanted all written: this vLLM has other names")
-        if wrong := sorted(name for name, digests in sent.items() if digests and held.get(name) != digests[rank]):
+        wanted = _hex({name: digests[rank] for name, digests in sent.items() if digests})
+        if wrong := sorted(name for name in wanted if held.get(name) != wanted[name]):
             came = f"worker {rank} holds something else than what was sent in {len(wrong)} tensors: {wrong[:8]}"
             raise DrafterSyncError(f"{came}; wanted what was sent, bit for bit: push again, look for another writer")

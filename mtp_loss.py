@@ -70,7 +70,7 @@ def mtp_cross_entropy(hidden, output_layer, targets, mask, *, output_weight=None
     weight = None if weight is None else weight.detach()
     with _whole_sequence(hidden, output_layer) as whole:
         _check_arguments(whole, targets, mask, chunk_tokens)
-        slots_N = mask.t().reshape(-1).nonzero()[:, 0]  # in [s, b] order, as hidden lies in memory
+        slots_N = mask.bool().t().reshape(-1).nonzero()[:, 0]  # in [s, b] order, as hidden lies in memory
         targets_N = targets.t().reshape(-1)[slots_N]
         wants_grad = whole.requires_grad and torch.is_grad_enabled()  # inside a Function this can't be told any more
         return _ChunkedCrossEntropy.apply(whole, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad)
@@ -114,11 +114,14 @@ def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denom
         raise TypeError(f"detach_trunk is {detach_trunk!r}; wanted True or False: pass one of the two")
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
-    for name, given in (("scale", scale), ("denominator", denominator)):
-        for number in given if isinstance(given, (list, tuple)) else [given]:
-            is_number = isinstance(number, (int, float, torch.Tensor, type(None))) and not isinstance(number, bool)
-            if not is_number or (isinstance(number, (int, float)) and not number >= 0):
-                raise ValueError(f"{name} is {given!r}; wanted a number, 0 or more, or None: pass that")
+    for name, given, most in (("scale", scale, 0), ("denominator", denominator, 1)):  # most: dimensions
+        for number in given if most and isinstance(given, (list, tuple)) else [given]:
+            is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0
+            is_number = is_number and (isinstance(number, float) or number < 2.0**127)  # an int can be past any float
+            if isinstance(number, torch.Tensor) and not number.is_nested:
+                is_number = number.dim() <= most and not number.is_complex() and not number.is_meta
+            if not is_number and number is not None:
+                raise ValueError(f"{name} is {given!r:.60}; wanted a number, 0 or more, or None: pass that")
     if not isinstance(rule, str) or rule not in ("target", "drafted"):
         raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted': pass one of the two")
     if getattr(model.config, "mtp_detach_heads", False) and not detach_trunk:
@@ -135,8 +138,9 @@ def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denom
         if arguments["labels"] is not None:
             for name in ("labels", "loss_mask"):
                 _check_tensor(name, arguments[name], "[b, s]")
-            if arguments["labels"].dtype != torch.int64:
-                raise TypeError(f"labels is {arguments['labels'].dtype}; wanted torch.int64: call .long()")
+            if arguments["labels"].dtype != torch.int64 or not arguments["labels"].numel():
+                came = f"labels is {arguments['labels'].dtype} {list(arguments['labels'].shape)}"
+                raise TypeError(f"{came}; wanted torch.int64 [b, s], not empty: call .long(), or skip the batch")
         # mtp_in_postprocess is off inside skip_mtp (ref_disable.py).
         if arguments["labels"] is not None and arguments["mtp_in_postprocess"] and torch.is_grad_enabled():
             # Onto the state before the head, as Megatron does: the logits may then be changed in place.
@@ -162,6 +166,14 @@ def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_p
     if not model.config.mtp_num_layers:
         came = f"config.mtp_num_layers is {model.config.mtp_num_layers}: MTP is off, perhaps by skip_mtp"
         raise RuntimeError(f"{came}; wanted it on: leave that context first")
+    for name, ids in (("input_ids", input_ids), ("position_ids", position_ids)):
+        _check_tensor(name, ids, "[b, s]")
+        if ids.dtype != torch.int64 or ids.shape != input_ids.shape:
+            came = f"{name} is {ids.dtype} {list(ids.shape)}, input_ids has shape {list(input_ids.shape)}"
+            raise ValueError(f"{came}; wanted torch.int64, the same shape twice: pass the model's own batch")
+    if not input_ids.numel() or not 0 <= input_ids.min() <= input_ids.max() < model.vocab_size:
+        came = f"input_ids holds {f'{input_ids.min()} to {input_ids.max()}' if input_ids.numel() else 'no token'}"
+        raise ValueError(f"{came}; wanted 0 to {model.vocab_size - 1}, the vocabulary: pass this model's own tokens")
 
     def postprocess(**arguments):
         hidden, *_ = _run_mtp(model, arguments, detach_trunk=True)
@@ -422,7 +434,8 @@ def _check_arguments(hidden, targets, mask, chunk_tokens):
 
 def _check_tensor(name, tensor, shape, floating=False):
     """A dense tensor with as many dimensions as `shape` names, of a kind that torch can compute with."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    if not is_dense or tensor.is_meta or tensor.is_complex():
         came = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {came}; wanted a dense tensor {shape} with data: convert it")
     if tensor.dim() != shape.count(",") + 1 or (floating and not tensor.is_floating_point()):
