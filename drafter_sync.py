@@ -626,15 +626,15 @@ def _digest(tensor):
     """
     flat = tensor.detach().reshape(-1)
     num_words = 1 << 22 if flat.is_cuda else 1 << 15  # at a time: few launches on a GPU, what fits the cache on a CPU
-    odd = torch.arange(num_words, device=flat.device) * 2 + 1
-    total = torch.full((), tensor.nbytes, dtype=torch.int64, device=flat.device)
+    odd = torch.arange(1, 2 * min(num_words, tensor.nbytes // 8 + 1), 2, device=flat.device)
+    total = torch.full((), tensor.nbytes, device=flat.device)
     for i, chunk in enumerate(flat.split(num_words * 8 // flat.element_size())):
         chunk = (chunk + 0 if flat.element_size() > 1 else chunk.clone()).view(torch.uint8)
         if len(chunk) % 8:
             chunk = torch.nn.functional.pad(chunk, (0, -len(chunk) % 8))
         words = chunk.view(torch.int64) * 0x2545F4914F6CDD1D  # odd constant of xorshift*
         words ^= words >> 32  # not linear in the words: a swap cannot cancel out
-        total += words.sum() * (2 * i * num_words) + words.mul_(odd[: len(words)]).sum()
+        total += words.mul_(odd[: len(words)]).sum() * (2 * i + 1)
     return total
 
 

@@ -38,7 +38,9 @@ def policy(tmp_path_factory):
         optimizer.step()
         optimizer.zero_grad()
 
-    train_mimo.warm_up(model, step, ARGS, torch.Generator().manual_seed(0), "cuda")
+    with pytest.MonkeyPatch.context() as patch:  # 9 to 1: drafts that bf16 cannot tell apart are rare
+        patch.setattr(train_mimo, "WARMUP_SHARE_OF_PLUS_TWO", 0.1)
+        train_mimo.warm_up(model, step, ARGS, torch.Generator().manual_seed(0), "cuda")
     model.to(torch.bfloat16)
     folder = str(tmp_path_factory.mktemp("policy"))
     train_mimo.write_checkpoint(model, CONFIG, folder)
@@ -119,7 +121,7 @@ def test_after_sleep_1_and_2_a_whole_push_restores_all_and_one_of_the_target_alo
         llm.sleep(level=level)
         llm.wake_up(tags=["weights"])
         if level == 2:
-            with pytest.raises(DrafterSyncError, match="mtp_layers.*sleep level 2"):
+            with pytest.raises(DrafterSyncError, match="sleep level 2.*mtp_layers"):
                 push(llm, model, drafter=False)
         push(llm, model)
         llm.wake_up(tags=["kv_cache"])
