@@ -661,7 +661,8 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
                    over, as they are for an engine without speculation.
     verify         True compares digests of all that the workers hold with what was sent; "sample" of an eighth of every
                    matrix, another one each time, which finds what is wrong in a whole tensor; False of nothing.
-    bucket_bytes   bytes on the way at once. Extra memory is one bucket plus one layer.
+    bucket_bytes   bytes on the way at once. Extra memory is one bucket, and in the worker the largest layer twice: put
+                   together from pieces, and built anew by vLLM's reload before it is copied into place.
 
     Returns SyncReport. The prefix cache is reset. DrafterSyncError names the tensors and says whether the engine still
     holds what it held or mixed weights; a whole push heals the latter. ValueError and TypeError for other arguments.
