@@ -16,6 +16,7 @@ Task    Tokens are numbers modulo the vocabulary. Warm-up teaches "+1" (70 %) an
 Run     python train_mimo.py                    about 2 minutes on 2 cores; --help explains every argument
         python train_mimo.py --drafter frozen   the same with a drafter that is never updated
         python train_mimo.py --unfix loss       the same with a fix taken out (loss, mask, recompute, ref, sync, ...)
+        torchrun --nproc-per-node 4 train_mimo.py --tensor-parallel 2   ranks: 2 a model, each pair half a minibatch
 Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (Hugging Face layout, loads in stock vLLM)
 """
 
@@ -27,11 +28,14 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
+import pathlib
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 
@@ -40,14 +44,12 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import spec_metrics
 from drafter_sync import DrafterSyncExtension, hf_to_megatron, match_vllm_mimo, megatron_to_hf, sync_weights
 from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
-from spec_metrics import SpecCounts, counts_from_vllm, decisions_from_gains, explain_disagreement, replay_acceptance
-
-from spec_metrics import speedup_estimate, summarize  # isort: skip
 
 # vLLM reads these when it is imported, here and in its worker processes.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -57,8 +59,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # on CPU, compiling stalls the first step by 16 to 20 s
 
 
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if (
+    multiprocessing.current_process().name != "MainProcess"
+):  # an engine's; it must not outlive a trainer that was killed
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+
+
 def option(default, sentence, choices=None):
-    return dataclasses.field(default=default, metadata={"help": sentence, "choices": choices})
+    return dataclasses.field(default=default, metadata={"help": sentence} | ({"choices": choices} if choices else {}))
 
 
 # fmt: off
@@ -77,8 +91,11 @@ class Args:
     overwrite: bool = option(False, "use --out although it holds something, deleting what it holds")
     device: str = option("auto", "where to train and sample; auto: CUDA if there is one", ["auto", "cpu", "cuda"])
     drafter: str = option("synced", "push to the drafter, never do, or sample without", ["none", "frozen", "synced"])
-    engine: str = option("inprocess", "vLLM in this process (starts quicker) or in its own", ["inprocess", "process"])
-    unfix: list = option((), "take a fix out, to see what it is for; repeatable", UNFIX)
+    engine: str = option("inprocess", "vLLM in this process (starts quicker) or in its own; with several ranks always "
+                                      "the latter", ["inprocess", "process"])
+    tensor_parallel: int = option(1, "how many of the ranks hold a model together; such groups share minibatches")
+    unfix: list = option((), "take a fix out, to see what it is for; repeatable; parity: the three conventions of "
+                             "match_vllm_mimo (state before the norm, halves, position 0)", UNFIX)
     baseline: str = option("", "folder of a finished run with --drafter none, to report the measured speed-up against")
     temperature: float = option(1.0, "sampling temperature; all log-probs are of the tempered distribution")
     mtp_scale: float = option(0.2, "lambda, the weight of the MTP loss")
@@ -138,14 +155,17 @@ def megatron_on_cpu():
 
 
 def init_megatron(device="cpu", *, rank=0, world_size=1, tensor_parallel=1, context_parallel=1, store=None):
-    """Starts torch.distributed (gloo on CPU, NCCL on CUDA) and Megatron's groups; a `store` only for several ranks."""
+    """Starts torch.distributed (gloo on CPU, NCCL on CUDA) and Megatron's groups; without `store` torchrun's."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if device == "cpu":
         megatron_on_cpu()
+    else:
+        torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "nccl"
-    store = store or torch.distributed.HashStore()
+    if store is None and world_size == 1:
+        store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
     model_parallel_cuda_manual_seed(1)
@@ -271,14 +291,21 @@ def write_checkpoint(model, hf_config, folder, drafter=None):
     if drafter is not None:
         parameters |= {f"mtp.{name}": tensor for name, tensor in drafter.items()}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
+    if torch.distributed.get_rank():  # every rank takes part in gathering, the first one writes
+        return
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     os.makedirs(folder, exist_ok=True)
-    save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    with open(f"{folder}/configuration_mimo.py", "w") as file:
-        file.write(MIMO_CONFIGURATION)
-    with open(f"{folder}/config.json", "w") as file:
-        json.dump(hf_config | {"torch_dtype": dtype, "auto_map": auto_map}, file, indent=2)
+    pathlib.Path(f"{folder}/configuration_mimo.py").write_text(MIMO_CONFIGURATION)
+    config = hf_config | {"torch_dtype": dtype, "auto_map": auto_map}
+    pathlib.Path(f"{folder}/config.json").write_text(json.dumps(config, indent=2))
+    save_whole(f"{folder}/model.safetensors", tensors, {"format": "pt"})
+
+
+def save_whole(path, tensors, metadata):
+    """Written aside and renamed whole, so that a kill leaves the last one; no pickle that could run code."""
+    save_file(tensors, f"{path}.new", metadata=metadata)
+    os.replace(f"{path}.new", path)
 
 
 class SmokeWorker(DrafterSyncExtension):
@@ -309,6 +336,16 @@ class SmokeWorker(DrafterSyncExtension):
 def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_num_seqs=256, **overrides):
     """Stock `vllm.LLM` on a checkpoint folder; in this process, or (process=True) in one of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(process))
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit Megatron's process groups
+    for name in list(os.environ):  # torchrun's are the trainer's, vLLM would join its group
+        if name.startswith("TORCHELASTIC") or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
+            del os.environ[name]
     import vllm
 
     settings = dict(
@@ -321,7 +358,20 @@ def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_
             settings["per_request_spec_decode_metrics"] = "detailed"
     llm = vllm.LLM(folder, **(settings | overrides))
     llm.collective_rpc("mend_cpu_sampler")
+    if process:
+        threading.Thread(target=end_generate, args=(llm.llm_engine.engine_core,), daemon=True).start()
     return llm
+
+
+def end_generate(core):
+    """Ends a LLM.generate whose engine's process has died, as vLLM's async client does: 0.32's own waits for ever."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    resources, outputs = core.resources, core.outputs_queue
+    del core  # an engine that is given up must not live on here
+    while not resources.engine_dead:
+        time.sleep(0.5)
+    outputs.put(EngineDeadError())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -366,16 +416,14 @@ def make_batch(samples, device, unfix=()):
     token_mask, cu_seqlens = whole.values()[None].to(device), packed.cu_seqlens_q
     # Before verl#6432: the response mask at the start of each row, and the rest of the row filled with ones.
     mtp_token_mask = torch.ones_like(token_mask) if "mask" in unfix else token_mask
-    return {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "packed": packed,
-        "labels": depth_targets(input_ids, 0, cu_seqlens),
-        "loss_mask": depth_mask(token_mask, 0, cu_seqlens),  # for the policy
-        "mtp_loss_mask": depth_mask(mtp_token_mask, 0, cu_seqlens),  # the same but for --unfix mask
-        "token_mask": token_mask,
-        "prompt_targets": (depth_mask(mtp_token_mask, 1, cu_seqlens) & ~depth_mask(token_mask, 1, cu_seqlens)).sum(),
-    }
+    batch = dict(input_ids=input_ids, position_ids=position_ids, packed=packed)
+    batch |= dict(token_mask=token_mask, mtp_token_mask=mtp_token_mask)  # token-aligned; the rest is label-aligned
+    batch["labels"] = depth_targets(input_ids, 0, cu_seqlens)
+    batch["loss_mask"] = depth_mask(token_mask, 0, cu_seqlens)  # for the policy
+    batch["mtp_loss_mask"] = depth_mask(mtp_token_mask, 0, cu_seqlens)  # the same but for --unfix mask
+    # By rule "target", which is what the old mask got wrong; training counts by --mtp-rule.
+    right, counted = (depth_mask(mask, 1, cu_seqlens) for mask in (token_mask, mtp_token_mask))
+    return batch | {"prompt_targets": (counted & ~right).sum()}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -384,8 +432,11 @@ def make_batch(samples, device, unfix=()):
 
 
 def forward(model, batch, **kwargs):
-    """Logits `[T, V]` of a packed batch."""
-    return model(batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"], **kwargs)[0]
+    """Logits `[T, V]` of a packed batch, on every tensor-parallel rank."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    logits = model(batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"], **kwargs)
+    return gather_from_tensor_model_parallel_region(logits)[0]
 
 
 def label_logprobs(logits_TV, batch, temperature):
@@ -396,15 +447,20 @@ def label_logprobs(logits_TV, batch, temperature):
 
 def warm_up(actor, step, args, generator, device):
     """Supervised training of policy and MTP layer, so that both start competent; dense, since all rows are as long."""
-    length = MAX_PROMPT + args.response_tokens
-    position_ids = torch.arange(length, device=device).expand(args.prompts, -1)
+    from megatron.core import parallel_state, tensor_parallel
+
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    length, num = MAX_PROMPT + args.response_tokens, args.prompts // ranks
+    position_ids = torch.arange(length, device=device).expand(num, -1)
     labels_from = 2  # the shortest prompt
     for _ in range(args.warmup_steps):
-        input_ids = make_sequences(args.prompts, length, args.symbols, generator).to(device)
+        input_ids = make_sequences(args.prompts, length, args.symbols, generator)[rank * num :][:num].to(device)
         labels, loss_mask = depth_targets(input_ids, 0), depth_mask(position_ids >= labels_from, 0)
-        with fixes(actor, args), patch_mtp_loss(actor, rule=args.mtp_rule):
+        # All shares count as many slots, so that the mean over all is the sum of each one's over the number of ranks.
+        with mtp_as_drafter(actor, args), patch_mtp_loss(actor, rule=args.mtp_rule, scale=args.mtp_scale / ranks):
             logits_BSV = actor(input_ids, position_ids, None, labels=labels, loss_mask=loss_mask)
-            step(F.cross_entropy(logits_BSV[loss_mask].float(), labels[loss_mask]))
+            logits_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(logits_BSV)
+            step(F.cross_entropy(logits_BSV[loss_mask].float(), labels[loss_mask]) / ranks)
 
 
 def sample(llm, prompts, args, step_number):
@@ -421,9 +477,8 @@ def sample(llm, prompts, args, step_number):
     for output, decided in zip(outputs, decisions, strict=True):
         tokens = list(output.outputs[0].token_ids)
         logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        samples.append(
-            {"prompt": output.prompt_token_ids, "response": tokens, "logprobs": logprobs, "decisions": decided}
-        )
+        made = {"prompt": output.prompt_token_ids, "response": tokens, "logprobs": logprobs, "decisions": decided}
+        samples.append(made)
     return samples, outputs
 
 
@@ -445,17 +500,15 @@ def generate(llm, inputs, params):
                 finished[output.request_id] = output
     speculates = llm.llm_engine.vllm_config.speculative_config is not None
     order = [str(i) for i in range(len(inputs))]
-    return [finished[i] for i in order], [decisions_from_gains(gains[i]) if speculates else None for i in order]
+    decisions = [spec_metrics.decisions_from_gains(gains[i]) if speculates else None for i in order]
+    return [finished[i] for i in order], decisions
 
 
 @contextlib.contextmanager
-def fixes(actor, args):
-    """What every forward pass of the MTP layer runs in: vLLM's conventions (fix 5) and recompute (fix 3)."""
-    with contextlib.ExitStack() as stack:
-        if "parity" not in args.unfix:
-            stack.enter_context(match_vllm_mimo(actor))
-        if "recompute" not in args.unfix:
-            stack.enter_context(patch_mtp_recompute())
+def mtp_as_drafter(actor, args):
+    """Passes that train the MTP layer compute what vLLM's drafter does (fix 5), and may recompute it (fix 3)."""
+    matched = contextlib.nullcontext() if "parity" in args.unfix else match_vllm_mimo(actor)
+    with matched, contextlib.nullcontext() if "recompute" in args.unfix else patch_mtp_recompute():
         yield
 
 
@@ -476,35 +529,33 @@ def drafts_by_cause(actor, batch, pushed):
     now = {name: p.detach().clone() for name, p in parameters.items()}
     unswapped = {"layers.0.eh_proj.weight": torch.cat(now["layers.0.eh_proj.weight"].chunk(2, 1)[::-1], 1)}
     for cause, fault in (("halves of input_proj not swapped", unswapped), ("stale drafter", pushed)):
-        for planted in (fault, now):
-            with torch.no_grad():
-                for name, tensor in planted.items():
-                    parameters[name].copy_(tensor)
-            if planted is fault:
-                drafts[cause] = trainer_drafts(actor, batch)
+        fill(parameters, now | fault)
+        drafts[cause] = trainer_drafts(actor, batch)
+    fill(parameters, now)
     return drafts
 
 
-def copy_mtp(actor, drafter):
-    for name, parameter in actor.mtp.named_parameters():
-        drafter[name].copy_(parameter.detach())
+@torch.no_grad()
+def fill(tensors, values):
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
 
 
 def acceptance(samples, outputs, drafts, args):
     """Acceptance of a rollout and the share of its decisions that the trainer's drafts predict (fix 6)."""
-    counts, agreed, total, start = counts_from_vllm(outputs), 0, 0, 0
+    counts, agreed, total, start = spec_metrics.counts_from_vllm(outputs), 0, 0, 0
     for i, sample in enumerate(samples):
         tokens, decisions = sample["prompt"] + sample["response"], sample["decisions"]
         sample["start"], start = start, start + len(tokens)
         if decisions is None:
             continue
-        predicted = replay_acceptance(tokens, len(sample["prompt"]), drafts[sample["start"] : start])
+        predicted = spec_metrics.replay_acceptance(tokens, len(sample["prompt"]), drafts[sample["start"] : start])
         agreed += sum(b is None or a == b for a, b in zip(predicted, decisions, strict=False))  # None: cut off, unknown
         total += max(len(predicted), len(decisions))
         if counts[i] is None:
             known = [decision for decision in decisions if decision is not None]
-            counts[i] = SpecCounts(len(known), sum(known), len(known))
-    summary = summarize(counts)
+            counts[i] = spec_metrics.SpecCounts(len(known), sum(known), len(known))
+    summary = spec_metrics.summarize(counts)
     rate, length = summary.get("spec/accept_rate_micro"), summary.get("spec/accept_length_micro")
     if "metrics" in args.unfix and length:
         rate = length / 2  # before sglang#23530: the token that is never drafted counts as drafted and accepted
@@ -517,7 +568,8 @@ def explain_first(samples, drafts, causes):
     for sample in (sample for sample in samples if sample["decisions"] is not None):
         tokens, slots = sample["prompt"] + sample["response"], slice(sample["start"], None)
         of_causes = {cause: of_cause[slots] for cause, of_cause in causes.items()}
-        answer = explain_disagreement(tokens, len(sample["prompt"]), drafts[slots], sample["decisions"], of_causes)
+        decided = len(sample["prompt"]), drafts[slots], sample["decisions"]
+        answer = spec_metrics.explain_disagreement(tokens, *decided, of_causes)
         if not answer["agrees"]:
             return answer["message"]
     return ""
@@ -562,33 +614,48 @@ def score_rollout(actor, reference, value_head, batch, samples, args):
 
 def update(actor, value_head, step, samples, args, generator, device):
     """PPO epochs over a rollout, the MTP loss riding along; returns metrics averaged over the updates."""
+    from megatron.core import parallel_state
+
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     everyone = torch.cat([sample["advantages"] for sample in samples])
     sums = collections.Counter()
     for _ in range(args.epochs):
         for indices in torch.randperm(len(samples), generator=generator).chunk(args.minibatches):
-            part = [samples[i] for i in indices.tolist()]
+            # Each rank learns from its share, by the whole minibatch's counts: then gradients need only be added up.
+            num_tokens = sum(len(samples[i]["response"]) for i in indices)
+            part = [samples[i] for i in indices[rank::ranks].tolist()]
             batch = make_batch(part, device, args.unfix)  # fix 2: the mask
+            num_drafted = depth_mask(batch["mtp_token_mask"], 1, batch["packed"].cu_seqlens_q, rule=args.mtp_rule).sum()
+            torch.distributed.all_reduce(num_drafted, group=parallel_state.get_data_parallel_group())
             old_N, advantages_N, returns_N = (
                 torch.cat([sample[key] for sample in part]).to(device) for key in ("old", "advantages", "returns")
             )
             advantages_N = (advantages_N - everyone.mean().item()) / (everyone.std().item() + 1e-8)
-            with fixes(actor, args):
+            with mtp_as_drafter(actor, args):
                 if "loss" in args.unfix:  # stock megatron-core 0.19: labels from input_ids, loss into head and trunk
+                    # Token-aligned: it rolls ids and mask itself, once more than a caller with labels wants.
                     logits_TV = forward(actor, batch, loss_mask=batch["token_mask"])
                     depth = stock_depth()
                 else:
-                    with patch_mtp_loss(actor, rule=args.mtp_rule) as mtp:  # fix 1
+                    divided = dict(denominator=num_drafted.clamp(min=1))
+                    with patch_mtp_loss(actor, rule=args.mtp_rule, **divided) as mtp:  # fix 1
                         logits_TV = forward(actor, batch, labels=batch["labels"], loss_mask=batch["mtp_loss_mask"])
                     depth = mtp.depths[0]
                 ratio_N = (label_logprobs(logits_TV, batch, args.temperature) - old_N).exp()
                 clipped_N = ratio_N.clamp(1 - args.clip, 1 + args.clip)
-                policy_loss = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).mean()
+                policy_loss = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).sum() / num_tokens
                 # Detached: the critic must not move the policy either.
                 values_N = value_head(actor.trunk_state[:, 0].detach().float())[batch["loss_mask"][0], 0]
-                policy_norm, mtp_norm = step(policy_loss + 0.5 * (values_N - returns_N).square().mean())
+                value_loss = (values_N - returns_N).square().sum() / num_tokens
+                policy_norm, mtp_norm = step(policy_loss + 0.5 * value_loss)
             sums.update({name: float(value) for name, value in depth.items()})
-            sums.update(policy_grad_norm=policy_norm, mtp_grad_norm=mtp_norm, prompts=batch["prompt_targets"].item())
-            sums.update(updates=1, clip_fraction=(ratio_N != clipped_N).float().mean().item())
+            clipped = ((ratio_N != clipped_N).float().sum() / num_tokens).item()
+            sums.update(prompts=batch["prompt_targets"].item(), clip_fraction=clipped)
+            # Equal on all ranks.
+            sums.update(updates=1 / ranks, policy_grad_norm=policy_norm / ranks, mtp_grad_norm=mtp_norm / ranks)
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    sums = dict(zip(sums, totals.tolist(), strict=True))
     tokens = max(sums["tokens"], 1)
     metrics = {"mtp_loss": sums["loss_sum"] / tokens, "mtp_top1": sums["correct"] / tokens}
     metrics["mtp_prompt_share"] = sums["prompts"] / tokens
@@ -601,11 +668,9 @@ def stock_depth():
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
-    tokens = tracker["total_values"].sum().item()
-    depth = {"loss_sum": tracker["loss_values"].sum().item() * tokens, "tokens": tokens}
-    depth["correct"] = tracker["correct_values"].sum().item()
+    loss, tokens, correct = (tracker[f"{name}_values"].sum().item() for name in ("loss", "total", "correct"))
     tracker.clear()
-    return depth
+    return {"loss_sum": loss * tokens, "tokens": tokens, "correct": correct}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -613,57 +678,77 @@ def stock_depth():
 # ------------------------------------------------------------------------------------------------------------------
 
 
+class Refused(ValueError):
+    """What was asked for cannot be done; nothing has been written."""
+
+
 def parse_args(argv=None):
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
     for field in dataclasses.fields(Args):
-        kind = {"type": field.type, "choices": field.metadata["choices"]}
-        if field.type is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif field.type is list:
-            kind = {"action": "append", "choices": field.metadata["choices"]}
-        default = list(field.default) if field.type is list else field.default
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, default=default, help=field.metadata["help"], **kind)
+        kind = {"type": field.type}
+        if field.type in (bool, list):
+            kind = {"action": argparse.BooleanOptionalAction if field.type is bool else "append"}
+        kind["default"] = list(field.default) if field.type is list else field.default
+        parser.add_argument("--" + field.name.replace("_", "-"), **kind, **field.metadata)
     return Args(**vars(parser.parse_args(argv)))
 
 
 def check(args):
-    """Refuses what cannot run, in one sentence, before anything is written."""
-    counts = ("steps", "prompts", "epochs", "minibatches", "layers", "hidden", "heads", "groups", "ffn", "symbols")
-    if small := [f"--{name}" for name in counts if getattr(args, name) < 1]:
-        raise ValueError(f"{' '.join(small)}: give 1 or more")
-    positive = (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip)
-    parent = os.path.abspath(args.out)
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
-    refused = {  # sentence: whether it applies
-        "--minibatches must be --prompts at the most": args.minibatches > args.prompts,
-        "--symbols must be 8 or more, and --vocab at the most": not 8 <= args.symbols <= args.vocab,
-        "--response-tokens must be 4 or more, --warmup-steps and --save-every 0 or more": args.response_tokens < 4
-        or min(args.warmup_steps, args.save_every) < 0,
-        "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0, --mtp-scale 0 or more": not (
-            all(0 < value < math.inf for value in positive) and 0 <= args.mtp_scale < math.inf
-        ),
-        "--temperature must be 0.01 or more: vLLM samples at 0.01 below that": args.temperature < 0.01,
-        "--gamma, --gae-lambda and --kl-coef must be finite numbers": not all(
-            map(math.isfinite, (args.gamma, args.gae_lambda, args.kl_coef))
-        ),
-        f"--seed is {args.seed}, give 0 to 2**63 - 1": not 0 <= args.seed < 2**63,
-        "--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups": args.heads % args.groups
-        or args.hidden / args.heads not in (32, 64, 96, 128),
-        "--device is cuda, but torch sees no CUDA device: give cpu, or auto": args.device == "cuda"
-        and not torch.cuda.is_available(),
-        f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run": args.baseline
-        and not os.path.isfile(f"{args.baseline}/metrics.jsonl"),
-        f"--out {args.out} cannot be written: no permission for {parent}": not os.access(parent, os.W_OK),
-        f"--out {args.out} is a file or below one, give a folder": not os.path.isdir(parent),
-        f"--out {args.out} is not empty, give another folder or --overwrite": os.path.isdir(args.out)
-        and os.listdir(args.out) and not (args.overwrite or args.resume),
-    }  # fmt: skip
-    for sentence, applies in refused.items():
+    """Refuses what cannot run, in one sentence, before anything is written but an empty folder --out."""
+    counts = (
+        "steps",
+        "prompts",
+        "epochs",
+        "minibatches",
+        "layers",
+        "hidden",
+        "heads",
+        "groups",
+        "ffn",
+        "symbols",
+        "tensor_parallel",
+    )
+    if small := ["--" + name.replace("_", "-") for name in counts if getattr(args, name) < 1]:
+        raise Refused(f"{' '.join(small)}: give 1 or more")
+    positive = all(0 < x < math.inf for x in (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip))
+    finite = all(map(math.isfinite, (args.gamma, args.gae_lambda, args.kl_coef)))
+    short = args.response_tokens < 4 or min(args.warmup_steps, args.save_every) < 0
+    uneven = args.heads % args.groups or args.hidden / args.heads not in (32, 64, 96, 128)
+    no_cuda = args.device == "cuda" and not torch.cuda.is_available()
+    no_baseline = args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl")
+    ranks, tensor_parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
+    cut = any(n % tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab))
+    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
+    shares = args.minibatches * ranks // tensor_parallel
+    rank = int(os.environ.get("RANK", 0))
+    full = os.path.isdir(args.out) and os.listdir(args.out) and not (args.overwrite or args.resume)
+    refused = [
+        (args.minibatches > args.prompts, "--minibatches must be --prompts at the most"),
+        (not 8 <= args.symbols <= args.vocab, "--symbols must be 8 or more, and --vocab at the most"),
+        (short, "--response-tokens must be 4 or more, --warmup-steps and --save-every 0 or more"),
+        (not positive, "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0"),
+        (not 0 <= args.mtp_scale < math.inf, "--mtp-scale must be 0 or more"),
+        (args.temperature < 0.01, "--temperature must be 0.01 or more: vLLM samples at 0.01 below that"),
+        (not finite, "--gamma, --gae-lambda and --kl-coef must be finite numbers"),
+        (not 0 <= args.seed < 2**63, f"--seed is {args.seed}, give 0 to 2**63 - 1"),
+        (uneven, "--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups"),
+        (no_cuda, "--device is cuda, but torch sees no CUDA device: give cpu, or auto"),
+        (no_baseline, f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run"),
+        (cut, "--tensor-parallel must divide torchrun's number of ranks, --heads, --groups, --ffn and --vocab"),
+        (ranks > 1 and args.prompts % shares, f"--prompts must be a multiple of {shares}, a share per rank"),
+        (ranks > 1 and "loss" in args.unfix, "--unfix loss wants one rank: stock Megatron counts on each rank alone"),
+        (several_nodes, "torchrun started ranks on several nodes, give it --nnodes 1"),
+        (full and not rank, f"--out {args.out} is not empty, give another folder or --overwrite"),
+    ]  # fmt: skip
+    for applies, sentence in refused:
         if applies:
-            raise ValueError(sentence)
+            raise Refused(sentence)
+    try:
+        os.makedirs(args.out, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        raise Refused(f"--out {args.out} cannot be written ({error}), give another folder") from error
 
 
 @contextlib.contextmanager
@@ -674,13 +759,12 @@ def quiet(verbose):
         return
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except Exception:
             held.seek(0)
             os.write(stderr, held.read())
             raise
@@ -707,18 +791,6 @@ COLUMNS = {  # printed each step; metrics.jsonl has everything
 }  # fmt: skip
 
 
-def keep_lines(args, first_step):
-    """The lines of metrics.jsonl up to the save; those after it will be made again."""
-    path = f"{args.out}/metrics.jsonl"
-    with open(path, "a+") as file:
-        file.seek(0)
-        lines = [json.loads(line) for line, _ in zip(file, range(first_step), strict=False)]
-    with open(f"{path}.new", "w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    os.replace(f"{path}.new", path)
-    return lines
-
-
 def live_tensors(actor, value_head, drafter, masters, optimizer):
     """{name: tensor} of all that the next step depends on, as it is in use: to save from and to restore into."""
     tensors = {f"actor.{name}": p for name, p in actor.named_parameters()}
@@ -730,30 +802,43 @@ def live_tensors(actor, value_head, drafter, masters, optimizer):
 
 
 def save_state(args, step_number, tensors, generator):
-    """One file, written aside and renamed whole, so that a kill leaves the last one; no pickle that could run code."""
+    """Every tensor-parallel rank's tensors in one file, so that a kill cannot leave ranks at different steps."""
+    from megatron.core import parallel_state
+
     # A copy each: on CPU a master is the parameter itself, and safetensors refuses shared memory.
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    path, metadata = f"{args.out}/state.safetensors", {"step": str(step_number), "args": json.dumps(vars(args))}
-    save_file(tensors | {"generator": generator.get_state()}, f"{path}.new", metadata=metadata)
-    os.replace(f"{path}.new", path)
+    shards = [None] * args.tensor_parallel
+    torch.distributed.all_gather_object(shards, tensors, group=parallel_state.get_tensor_model_parallel_group())
+    if torch.distributed.get_rank() == 0:
+        whole = {f"{rank}.{name}": tensor for rank, shard in enumerate(shards) for name, tensor in shard.items()}
+        metadata = {"step": str(step_number), "args": json.dumps(vars(args))}
+        save_whole(f"{args.out}/state.safetensors", whole | {"generator": generator.get_state()}, metadata)
 
 
 def load_state(folder):
-    """(args of the run, next step, tensors) of the last save; ValueError if there is none that can be read."""
+    """(args of the run, next step, tensors, lines of metrics.jsonl) of the last save, or Refused."""
     path = f"{folder}/state.safetensors"
     try:
         with safe_open(path, "pt") as file:
-            args, step_number = Args(**json.loads(file.metadata()["args"])), int(file.metadata()["step"])
-            return args, step_number, {name: file.get_tensor(name) for name in file.keys()}
+            args, first_step = Args(**json.loads(file.metadata()["args"])), int(file.metadata()["step"])
+            saved = {name: file.get_tensor(name) for name in file.keys()}
+        path = f"{folder}/reference/model.safetensors"
+        with safe_open(path, "pt"):  # whole?
+            pass
+        path = f"{folder}/metrics.jsonl"
+        lines = pathlib.Path(path).read_text().splitlines(keepends=True)[:first_step] if first_step else []
+        if [json.loads(line)["step"] for line in lines] != list(range(first_step)):
+            raise ValueError(f"wanted a line for each step before {first_step}")
     except Exception as error:
-        raise ValueError(f"--resume {folder}: {path} is no state of a run ({type(error).__name__}: {error})") from error
+        said = f"--resume {folder}: {path} is not that of a run with a save ({type(error).__name__}: {error})"
+        raise Refused(said) from error
+    return args, first_step, saved, lines
 
 
-def restore(saved, tensors, generator):
-    generator.set_state(saved["generator"])
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[name])
+def num_parameters(module):
+    """Of the whole module: a shard counts for every tensor-parallel rank."""
+    shards, parameters = module.config.tensor_model_parallel_size, list(module.parameters())
+    return sum(p.numel() * (shards if getattr(p, "tensor_model_parallel", False) else 1) for p in parameters)
 
 
 def timings(clock, samples, metrics, actor, baseline):
@@ -762,10 +847,8 @@ def timings(clock, samples, metrics, actor, baseline):
     seconds["rollout_tokens_per_s"] = sum(len(sample["response"]) for sample in samples) / seconds["rollout_s"]
     if metrics["accept_length"]:
         # Cost by parameters read, which is what decoding is bound by: MTP layer and head over trunk and head.
-        head, mtp, trunk = (
-            sum(p.numel() for p in m.parameters()) for m in (actor.output_layer, actor.mtp, actor.decoder)
-        )
-        seconds |= speedup_estimate(metrics["accept_length"], (mtp + head) / (trunk + head))
+        head, mtp, trunk = map(num_parameters, (actor.output_layer, actor.mtp, actor.decoder))
+        seconds |= spec_metrics.speedup_estimate(metrics["accept_length"], (mtp + head) / (trunk + head))
     if baseline:
         seconds["spec/speedup_measured"] = seconds["rollout_tokens_per_s"] / baseline
     return seconds
@@ -797,11 +880,27 @@ def draw(path, lines):
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
+def clip_gradients(parameters, masters, max_norm):
+    """Returns the norm over all tensor-parallel ranks: of every shard, and once of what each rank holds whole."""
+    from megatron.core import parallel_state
+
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    counted = [masters[p].grad for p in parameters if first or getattr(p, "tensor_model_parallel", False)]
+    # In float64 square and root undo each other exactly.
+    square = torch.nn.utils.get_total_norm([grad for grad in counted if grad is not None]).double().square()
+    torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
+    norm = square.sqrt().float()
+    torch.nn.utils.clip_grads_with_norm_([masters[p] for p in parameters], max_norm, norm)
+    return norm.item()
+
+
 def build_trainer(args, hf_config, device, dtype):
     """The actor, its value head, float32 masters with one Adam (policy and MTP layer apart), and its step."""
+    from megatron.core import parallel_state
+
     recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     torch.manual_seed(args.seed)
-    settings = recompute if args.recompute else {}
+    settings = (recompute if args.recompute else {}) | dict(tensor_parallel=args.tensor_parallel)
     actor = build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings).to(device)
     actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
@@ -809,9 +908,8 @@ def build_trainer(args, hf_config, device, dtype):
     of_policy = [p for p in [*actor.parameters(), *value_head.parameters()] if not any(p is q for q in of_mtp)]
     # Most of Adam's steps are smaller than bf16 can tell; a float32 weight is its own master.
     masters = {p: p if p.dtype == torch.float32 else p.detach().float() for p in of_policy + of_mtp}
-    groups = [[masters[p] for p in parameters] for parameters in (of_policy, of_mtp)]
-    optimizer = torch.optim.Adam([{"params": groups[0]}, {"params": groups[1], "lr": args.mtp_lr}], lr=args.lr)
-
+    groups = [{"params": [masters[p] for p in of_policy]}, {"params": [masters[p] for p in of_mtp], "lr": args.mtp_lr}]
+    optimizer = torch.optim.Adam(groups, lr=args.lr)
     for master in masters.values():  # Adam makes these at its first step; a resumed run fills them before
         zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[master] = {"step": torch.tensor(0.0)} | zeros
@@ -820,8 +918,10 @@ def build_trainer(args, hf_config, device, dtype):
         loss.backward()
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
+            if master.grad is not None and parallel_state.get_data_parallel_world_size() > 1:
+                torch.distributed.all_reduce(master.grad, group=parallel_state.get_data_parallel_group())
         # Clipped apart: together, a large MTP gradient would shrink the policy's update.
-        norms = [torch.nn.utils.clip_grad_norm_(group, args.max_grad_norm).item() for group in groups]
+        norms = [clip_gradients(parameters, masters, args.max_grad_norm) for parameters in (of_policy, of_mtp)]
         optimizer.step()
         with torch.no_grad():
             for parameter, master in masters.items():
@@ -832,47 +932,63 @@ def build_trainer(args, hf_config, device, dtype):
     return actor, value_head, masters, optimizer, step
 
 
-def train(args, first_step=0, saved=None):
+def from_first_rank(value):
+    box = [value]
+    torch.distributed.broadcast_object_list(box)
+    return box[0]
+
+
+def train(args, first_step=0, saved=None, lines=()):
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     hf_config = mimo_config(
         num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
         ffn_size=args.ffn, vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
     )  # fmt: skip
-    if args.overwrite and saved is None:
-        shutil.rmtree(args.out, ignore_errors=True)
-    os.makedirs(args.out, exist_ok=True)
-    lines, baseline = [], None
+    started, baseline = time.perf_counter(), None
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # the first one speaks for all
     if args.baseline:
-        with open(f"{args.baseline}/metrics.jsonl") as file:
-            baseline = statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in file)
-    started = time.perf_counter()
+        of_baseline = pathlib.Path(f"{args.baseline}/metrics.jsonl").read_text().splitlines()
+        baseline = statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in of_baseline)
     torch.set_num_threads(1)  # at this size a second thread costs more than it brings
-
     with quiet(args.verbose):
-        init_megatron(device)
+        init_megatron(device, rank=rank, world_size=world_size, tensor_parallel=args.tensor_parallel)
         actor, value_head, masters, optimizer, step = build_trainer(args, hf_config, device, dtype)
     generator = torch.Generator().manual_seed(args.seed)
     drafter = {name: p.detach().clone() for name, p in actor.mtp.named_parameters()}  # what the engine drafts with
     tensors = live_tensors(actor, value_head, drafter, masters, optimizer)
     if saved is None:
+        if args.overwrite and rank == 0:
+            shutil.rmtree(args.out)
         print(f"warm-up, {args.warmup_steps} steps", flush=True)
         warm_up(actor, step, args, generator, device)
-        copy_mtp(actor, drafter)
+        fill(drafter, dict(actor.mtp.named_parameters()))
         write_checkpoint(actor, hf_config, f"{args.out}/reference")
+        torch.distributed.barrier()
     else:
-        restore(saved, tensors, generator)
-        lines = keep_lines(args, first_step)
-    reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, dtype=dtype).to(device)
-    num_saved = sum(p.numel() for p in actor.parameters()) - sum(p.numel() for p in reference.parameters())
+        generator.set_state(saved.pop("generator"))
+        of_rank = f"{rank % args.tensor_parallel}."
+        saved = {name.removeprefix(of_rank): tensor for name, tensor in saved.items() if name.startswith(of_rank)}
+        if {name: t.shape for name, t in saved.items()} != {name: t.shape for name, t in tensors.items()}:
+            raise Refused(f"--resume {args.out}: state.safetensors holds another model's tensors")
+        fill(tensors, saved)
+        with open(f"{args.out}/metrics.jsonl", "a") as file:  # on every rank, to the same length
+            file.truncate(sum(map(len, lines)))  # the lines after the save will be made again
+    lines = [json.loads(line) for line in lines]
+    settings = dict(dtype=dtype, tensor_parallel=args.tensor_parallel)
+    reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, **settings).to(device)
+    num_saved = num_parameters(actor) - num_parameters(reference)
     saving = f"{num_saved:,} parameters, {num_saved * dtype.itemsize:,} bytes of MTP layers not built"
-    print(f"reference: {saving}, 2 MTP forward passes a step not run", flush=True)
+    print(f"reference: {saving}, {0 if 'ref' in args.unfix else 2} MTP forward passes a step not run", flush=True)
 
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     with quiet(args.verbose):
         write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=drafter)
-        llm = start_engine(
-            f"{args.out}/checkpoint", process=args.engine == "process", speculate=args.drafter != "none",
+        llm = rank == 0 and start_engine(
+            f"{args.out}/checkpoint", process=args.engine == "process" or world_size > 1,
+            speculate=args.drafter != "none",
             dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts, enforce_eager=device == "cpu",
             gpu_memory_utilization=0.3,
         )  # fmt: skip
@@ -886,16 +1002,18 @@ def train(args, first_step=0, saved=None):
         optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.9 * step_number / args.steps)
         clock = [time.perf_counter()]
         prompts = make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
-        samples, outputs = sample(llm, prompts, args, step_number)
+        samples, outputs = sample(llm, prompts, args, step_number) if llm else (None, None)
+        samples = from_first_rank(samples)
         clock.append(time.perf_counter())
 
         batch = make_batch(samples, device)
         metrics = score_rollout(actor, reference, value_head, batch, samples, args)  # fix 4
         drafts = trainer_drafts(actor, batch)
-        metrics |= acceptance(samples, outputs, drafts, args)  # fix 6
+        metrics |= from_first_rank(llm and acceptance(samples, outputs, drafts, args))  # fix 6
         if problems := list(problems_of(metrics, args, device)):
-            cause = explain_first(samples, drafts, drafts_by_cause(actor, batch, drafter))
-            print("WARNING:", *problems, cause, file=sys.stderr, flush=True)
+            causes = drafts_by_cause(actor, batch, drafter)
+            if llm:
+                print("WARNING:", *problems, explain_first(samples, drafts, causes), file=sys.stderr, flush=True)
         metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
         clock.append(time.perf_counter())
 
@@ -903,49 +1021,52 @@ def train(args, first_step=0, saved=None):
         if "parity" in args.unfix:
             named_tensors = unswap(named_tensors)
         to_drafter = args.drafter == "synced" and "sync" not in args.unfix
-        sync_weights(llm, named_tensors, drafter=to_drafter)  # fix 5
+        if llm:
+            sync_weights(llm, named_tensors, drafter=to_drafter)  # fix 5
+        else:
+            collections.deque(named_tensors, maxlen=0)  # takes part in gathering
         if to_drafter:
-            copy_mtp(actor, drafter)
+            fill(drafter, dict(actor.mtp.named_parameters()))
         clock.append(time.perf_counter())
 
         lines.append({"step": step_number} | metrics | timings(clock, samples, metrics, actor, baseline))
-        report(lines, args)
+        if llm:
+            report(lines, args)
 
     write_checkpoint(actor, hf_config, f"{args.out}/checkpoint")
     if args.save_every:
         save_state(args, args.steps, tensors, generator)
-    draw(f"{args.out}/curves.png", lines)
+    if llm:
+        draw(f"{args.out}/curves.png", lines)
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    args, state, rank = parse_args(argv), (), int(os.environ.get("RANK", 0))
     try:
+        if args.resume:
+            verbose, folder = args.verbose, args.resume
+            args, *state = load_state(folder)
+            args.out, args.resume, args.verbose = folder, folder, verbose
         check(args)
-        first_step, saved = 0, None
-        if not args.resume:
-            try:
-                os.makedirs(args.out, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"--out {args.out} cannot be made ({error}), give another folder") from error
-        else:
-            folder, verbose = args.resume, args.verbose
-            args, first_step, saved = load_state(folder)
-            args.out, args.verbose = folder, verbose
-    except ValueError as error:
-        print(f"train_mimo.py: {error}", file=sys.stderr)
-        return 2
-    last_save = f"; go on from the last save with --resume {args.out}" if args.save_every else ""
-    try:
-        train(args, first_step, saved)
+        train(args, *state)
         return 0
+    except Refused as error:
+        code, said = 2, str(error)
     except KeyboardInterrupt:
-        print(f"train_mimo.py: interrupted{last_save}", file=sys.stderr)
-        return 130
+        code, said = 130, "interrupted"
     except Exception as error:
         if args.verbose:
             raise
-        print(f"train_mimo.py: {type(error).__name__}: {error}{last_save}", file=sys.stderr)
-        return 1
+        code, said = 1, f"{type(error).__name__}: {error}"
+    if code != 2 and os.path.exists(f"{args.out}/state.safetensors"):
+        said += f"; go on from the last save with --resume {args.out}"
+    if rank and code == 1:
+        time.sleep(
+            10
+        )  # mostly all ranks fail alike; then torchrun ends this one, and the first one's message is enough
+    if rank == 0 and "Connection closed by peer" not in said or rank and code == 1:
+        print(f"train_mimo.py: {said}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

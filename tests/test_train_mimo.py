@@ -114,7 +114,7 @@ def test_a_folder_that_holds_something_is_left_alone_unless_overwrite_is_given(r
 def test_out_must_be_a_folder_that_can_be_made(refused, tmp_path):
     (tmp_path / "file").write_text("")
     for out in ("file", "file/below"):
-        assert re.fullmatch(rf"train_mimo\.py: --out {out} is a file.*\n", refused("--out", out))
+        assert re.fullmatch(rf"train_mimo\.py: --out {out} cannot be written.*\n", refused("--out", out))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -140,16 +140,19 @@ def test_help_says_a_sentence_and_a_default_on_every_argument(capsys):
 
 
 def test_a_fault_during_the_run_is_one_sentence_and_a_code_of_its_own(monkeypatch, capsys, tmp_path):
-    def fail(error):
+    def fail(error, *argv):
         def train(*args):
             raise error
 
         monkeypatch.setattr(train_mimo, "train", train)
-        return train_mimo.main(["--out", str(tmp_path / "out")]), capsys.readouterr().err
+        return train_mimo.main(["--out", str(tmp_path / "out"), *argv]), capsys.readouterr().err
 
     code, said = fail(RuntimeError("the engine is gone"))
-    assert code == 1 and said.count("\n") == 1 and "RuntimeError: the engine is gone" in said and "--resume" in said
-    code, said = fail(KeyboardInterrupt())
+    assert (code, said) == (1, "train_mimo.py: RuntimeError: the engine is gone\n")
+    (tmp_path / "out" / "state.safetensors").touch()
+    code, said = fail(RuntimeError("the engine is gone"), "--overwrite")
+    assert code == 1 and said.count("\n") == 1 and "--resume" in said, "there is a save to go on from"
+    code, said = fail(KeyboardInterrupt(), "--overwrite")
     assert code == 130 and said.count("\n") == 1 and "interrupted" in said
 
 
