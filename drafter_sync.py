@@ -458,23 +458,27 @@ class DrafterSyncExtension:
         """pieces: (HF name, dtype, shape, first byte within the tensor, first byte within the buffer, how many)."""
         from vllm.config import set_current_vllm_config
 
-        push, whole = self._drafter_sync, [[], []]
-        for name, dtype, shape, at, start, size in pieces:
-            # A copy: layerwise reload keeps a tensor until its layer is complete, the buffer is overwritten before.
-            if name not in push.partial:
-                push.partial[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=push.buffer.device)
-            tensor = push.partial[name]
-            tensor.view(-1).view(torch.uint8)[at : at + size] = push.buffer[start : start + size]
-            if at + size == tensor.nbytes:
-                whole[".mtp_layers." in name].append((name, push.partial.pop(name)))
-                if (
-                    push.quantised is not None and push.band and tensor.dim() == 2
-                ):  # can't be compared bit for bit later
-                    shard = _shard(name, tensor, self.rank, self.vllm_config.parallel_config.tensor_parallel_size)
+        push, tp_size = self._drafter_sync, self.vllm_config.parallel_config.tensor_parallel_size
+
+        def completed(of_drafter):  # one at a time, as vLLM asks for them: never a whole bucket twice
+            for name, dtype, shape, at, start, size in pieces:
+                if (".mtp_layers." in name) != of_drafter:
+                    continue
+                # A copy: the reload keeps a tensor until its layer is complete, the buffer is overwritten before.
+                if name not in push.partial:
+                    push.partial[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=push.buffer.device)
+                tensor = push.partial[name]
+                tensor.view(-1).view(torch.uint8)[at : at + size] = push.buffer[start : start + size]
+                if at + size < tensor.nbytes:
+                    continue
+                if push.quantised is not None and push.band and tensor.dim() == 2:  # not to be compared bit for bit
+                    shard = _shard(name, tensor, self.rank, tp_size)
                     push.quantised[name] = _digest(_band(shard, push.band)), shard[[0, -1]].float()
+                yield name, push.partial.pop(name)
+
         with set_current_vllm_config(self.vllm_config):
-            for model, tensors, loaded in zip(push.models, whole, push.loaded, strict=False):
-                loaded |= model.load_weights(iter(tensors)) or set()
+            for i, (model, loaded) in enumerate(zip(push.models, push.loaded, strict=False)):
+                loaded |= model.load_weights(completed(i == 1)) or set()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the sender overwrites the buffer next
 
@@ -521,7 +525,7 @@ class DrafterSyncExtension:
     def drafter_sync_fingerprint(self):
         """{HF name: digest} of the drafter's own layers, as held: quantised bytes, and scales under names of theirs."""
         prints = {}
-        for name, tensor, scale in _held(self.drafter_sync_models()[1:], self.vllm_config.model_config, (0, 1)):
+        for name, tensor, scale in _held(self.drafter_sync_models()[1:], self.vllm_config.model_config, WHOLE):
             if ".mtp_layers." in name:
                 prints |= {name: _digest(tensor)} | ({} if scale is None else {f"{name}_scale": _digest(scale)})
         return _hex(prints)
@@ -611,12 +615,14 @@ def _shard(name, tensor, rank, tp_size):
     return tensor
 
 
+WHOLE = (0.0, 1 << 62)  # a band of all columns
+
+
 def _band(tensor, band):
-    """The part that is compared: band (0, 1) is all, (i, n) the i-th of n bands of columns of every matrix."""
-    if tensor.dim() < 2:
+    """The part that is compared: (where, width), so many columns of every matrix, from where (0 to 1) of the way on."""
+    if tensor.dim() < 2 or band[1] >= tensor.shape[1]:
         return tensor
-    width = -(-tensor.shape[1] // band[1])
-    return tensor.narrow(1, min(band[0] * width, tensor.shape[1] - width), width)
+    return tensor.narrow(1, int(band[0] * (tensor.shape[1] - band[1])), band[1])
 
 
 def _digest(tensor):
@@ -659,8 +665,9 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
                    checkpoint once, in any order; any floating dtype, cast to the engine's.
     drafter        False pushes the target only (the frozen-drafter arm); MTP tensors in the stream are then passed
                    over, as they are for an engine without speculation.
-    verify         True compares digests of all that the workers hold with what was sent; "sample" of an eighth of every
-                   matrix, another one each time, which finds what is wrong in a whole tensor; False of nothing.
+    verify         True compares digests of all that the workers hold with what was sent; "sample" of 64 columns of
+                   every matrix, others each time, which finds what is wrong in a whole tensor; False of nothing. On
+                   CPU vLLM's packing is undone by a product with the identity: sample there, if the model is large.
     bucket_bytes   bytes on the way at once. Extra memory is one bucket, and in the worker the largest layer twice: put
                    together from pieces, and built anew by vLLM's reload before it is copied into place.
 
@@ -680,7 +687,7 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
     shapes = {name: shape for _, shapes in _layouts(hf_config).values() for name, shape in shapes.items()}
     shapes = {name: shape for name, shape in shapes.items() if drafter or ".mtp_layers." not in name}
     num_bytes = sum(map(math.prod, shapes.values())) * getattr(torch, worker["dtype"]).itemsize
-    band = (random.randrange(8), 8) if verify == "sample" else (0, 1) if verify else None
+    band = (random.random(), 64) if verify == "sample" else WHOLE if verify else None
     sent, largest, begun, state = {}, {}, False, "The engine is unchanged"
     try:
         if llm.reset_prefix_cache() is False:
@@ -754,7 +761,10 @@ def _check_engine(llm, worker, drafter):
 
 
 def _is_dead(llm):
-    return getattr(getattr(llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
+    """Whether the engine's process died, or in this process one of its workers' did."""
+    resources = getattr(llm.llm_engine.engine_core, "resources", None)
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    return getattr(resources, "engine_dead", False) or getattr(executor, "is_failed", False)
 
 
 def _rpc(llm, method, *args):

@@ -13,6 +13,8 @@ import torch
 import train_mimo
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Two workers of vLLM on one NUMA node: it would look for one node each. vLLM reads this once a process.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import os
+import signal
 
 import pytest
 import torch
@@ -431,6 +433,80 @@ def test_each_planted_fault_is_named(engine):
         for parameter in model.mtp.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     assert "stale drafter" in named(sample(llm)[0])
+
+
+@pytest.mark.engine
+def test_the_drafter_is_found_at_speculator_too_and_one_that_is_nowhere_is_an_error(engine, monkeypatch):
+    llm, _, _ = engine
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafter = runner.drafter
+    monkeypatch.delattr(runner, "drafter")
+    with pytest.raises(DrafterSyncError, match="speculation .* is on, and the runner has no model at drafter"):
+        push(engine, 12)
+    assert push(engine, 12, drafter=False).drafter_loaded == 0
+    monkeypatch.setattr(runner, "speculator", drafter, raising=False)  # as vLLM's V2 runner has it
+    assert push(engine, 12).drafter_loaded == 11 and len(drafter_fingerprint(llm)) == 16
+
+
+@pytest.mark.engine
+def test_a_sample_of_every_matrix_finds_a_tensor_that_is_wrong_as_a_whole(engine, monkeypatch):
+    llm, _, _ = engine
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    load = model.load_weights
+    for wrong in ("layers.0.mlp.down_proj.weight", "embed_tokens.weight", "layers.1.self_attn.k_proj.bias"):
+        off = lambda weights: load((n, t * 1.01 if n.endswith(wrong) else t) for n, t in weights)  # noqa: B023, E731
+        monkeypatch.setattr(model, "load_weights", off)
+        with pytest.raises(DrafterSyncError, match=wrong):
+            push(engine, 13, verify="sample")
+        push(engine, 13, verify=False)  # nothing is compared, nothing is found
+    monkeypatch.undo()
+    push(engine, 13)
+
+
+@pytest.fixture(scope="module")
+def two_workers(megatron, tmp_path_factory):
+    """(llm, model, hf_config, fresh): vLLM with two tensor-parallel workers; fresh: the drafter as it started."""
+    hf_config = train_mimo.mimo_config()
+    model = train_mimo.build_model(hf_config)
+    random_weights(model, 20)
+    folder = str(tmp_path_factory.mktemp("two_workers"))
+    train_mimo.write_checkpoint(model, hf_config, folder)
+    llm = train_mimo.start_engine(folder, tensor_parallel_size=2, max_num_seqs=64)
+    yield llm, model, hf_config, drafter_fingerprint(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.engine
+def test_two_workers_in_processes_of_their_own_decide_as_predicted_and_hold_what_a_fresh_engine_has(
+    two_workers,
+):
+    llm, model, _, fresh = two_workers
+    push(two_workers[:3], 21, bucket_bytes=50_000)
+    assert all(digest != fresh[name] for name, digest in drafter_fingerprint(llm).items())
+    assert {name.split("@")[1] for name in fresh} == {"0", "1"}
+    agreed, total = agreement(model, sample(llm)[0])
+    assert agreed == total > 1000
+    push(two_workers[:3], 20)
+    assert drafter_fingerprint(llm) == fresh
+    leftover = [name for name in os.listdir("/dev/shm") if name.startswith("tmp")] if os.path.isdir("/dev/shm") else []
+    assert not leftover, "the buckets' file is gone with the push"
+
+
+@pytest.mark.engine
+def test_a_worker_that_dies_in_the_middle_of_a_push_is_an_error_that_says_so(two_workers):
+    llm, model, hf_config, _ = two_workers
+    pid = llm.collective_rpc("drafter_sync_describe")[1]["pid"]
+
+    def stream():
+        for i, pair in enumerate(megatron_to_hf(model.named_parameters(), hf_config)):
+            if i == 12:
+                os.kill(pid, signal.SIGKILL)
+            yield pair
+
+    with pytest.raises(DrafterSyncError, match="The engine is dead: start a new one"):
+        sync_weights(llm, stream(), bucket_bytes=50_000)
+    with pytest.raises(DrafterSyncError, match="wanted an engine that lives"):
+        sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
 
 
 def test_an_llm_that_is_none_is_an_error_of_ours():
