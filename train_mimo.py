@@ -337,20 +337,17 @@ def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_
     """Stock `vllm.LLM` on a checkpoint folder; in this process, or (process=True) in one of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(process))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit Megatron's process groups
-    for name in list(os.environ):  # torchrun's are the trainer's, vLLM would join its group
-        if name.startswith("TORCHELASTIC") or name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ):
+    of_torchrun = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT".split()
+    for name in list(os.environ):  # they are the trainer's; vLLM makes a world of its own
+        if name in of_torchrun or name.startswith("TORCHELASTIC"):
             del os.environ[name]
     import vllm
 
     settings = dict(
         skip_tokenizer_init=True, trust_remote_code=True, dtype=dtype, enforce_eager=True, max_num_seqs=max_num_seqs,
         use_tqdm_on_load=False, logprobs_mode="processed_logprobs", worker_extension_cls="train_mimo.SmokeWorker",
+        # On CPU, vLLM 0.32 dies of a request with a seed whose prefill is split: CPU generators have no offset.
+        enable_chunked_prefill=torch.cuda.is_available(),
     )  # fmt: skip
     if speculate:
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
@@ -696,32 +693,21 @@ def parse_args(argv=None):
 
 def check(args):
     """Refuses what cannot run, in one sentence, before anything is written but an empty folder --out."""
-    counts = (
-        "steps",
-        "prompts",
-        "epochs",
-        "minibatches",
-        "layers",
-        "hidden",
-        "heads",
-        "groups",
-        "ffn",
-        "symbols",
-        "tensor_parallel",
-    )
+    counts = "steps prompts epochs minibatches layers hidden heads groups ffn symbols tensor_parallel".split()
     if small := ["--" + name.replace("_", "-") for name in counts if getattr(args, name) < 1]:
         raise Refused(f"{' '.join(small)}: give 1 or more")
     positive = all(0 < x < math.inf for x in (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip))
     finite = all(map(math.isfinite, (args.gamma, args.gae_lambda, args.kl_coef)))
     short = args.response_tokens < 4 or min(args.warmup_steps, args.save_every) < 0
     uneven = args.heads % args.groups or args.hidden / args.heads not in (32, 64, 96, 128)
-    no_cuda = args.device == "cuda" and not torch.cuda.is_available()
     no_baseline = args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl")
     ranks, tensor_parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
     cut = any(n % tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab))
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
     shares = args.minibatches * ranks // tensor_parallel
     rank = int(os.environ.get("RANK", 0))
+    on_cuda = args.device == "cuda" or args.device == "auto" and torch.cuda.is_available()
+    few = f"torch sees {torch.cuda.device_count()} CUDA devices for {ranks} ranks"
     full = os.path.isdir(args.out) and os.listdir(args.out) and not (args.overwrite or args.resume)
     refused = [
         (args.minibatches > args.prompts, "--minibatches must be --prompts at the most"),
@@ -733,7 +719,7 @@ def check(args):
         (not finite, "--gamma, --gae-lambda and --kl-coef must be finite numbers"),
         (not 0 <= args.seed < 2**63, f"--seed is {args.seed}, give 0 to 2**63 - 1"),
         (uneven, "--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups"),
-        (no_cuda, "--device is cuda, but torch sees no CUDA device: give cpu, or auto"),
+        (on_cuda and torch.cuda.device_count() < ranks, f"--device is {args.device}, but {few}: give cpu"),
         (no_baseline, f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run"),
         (cut, "--tensor-parallel must divide torchrun's number of ranks, --heads, --groups, --ffn and --vocab"),
         (ranks > 1 and args.prompts % shares, f"--prompts must be a multiple of {shares}, a share per rank"),

@@ -79,7 +79,8 @@ class Run:
 
     def lines(self):
         path = self.out / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half-written yet
+        return [json.loads(line) for line in whole]
 
     def wait_for_step(self, step):
         while len(self.lines()) <= step:

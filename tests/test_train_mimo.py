@@ -40,6 +40,7 @@ def refused(tmp_path, monkeypatch, capsys):
     """refused(*argv): what stderr says of arguments that are refused with exit code 2 and nothing written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(train_mimo, "train", lambda *args: pytest.fail(f"it started, with {args}"))
 
     def call(*argv):
@@ -83,7 +84,7 @@ ABOVE_0 = ("lr", "mtp-lr", "clip", "temperature", "max-grad-norm")
         *((f"--{name} nan", f"--{name}") for name in ("gamma", "gae-lambda", "kl-coef")),
         ("--temperature 0.001", "--temperature"),  # vLLM would sample at 0.01, in silence
         ("--seed 99999999999999999999", "--seed"),
-        ("--device cuda", "torch sees no CUDA device"),
+        ("--device cuda", "torch sees 0 CUDA devices"),
         ("--baseline nowhere", "--baseline nowhere"),
         ("--resume nowhere", "--resume nowhere"),
     ],
