@@ -471,7 +471,8 @@ def two_workers(megatron, tmp_path_factory):
     random_weights(model, 20)
     folder = str(tmp_path_factory.mktemp("two_workers"))
     train_mimo.write_checkpoint(model, hf_config, folder)
-    llm = train_mimo.start_engine(folder, tensor_parallel_size=2, max_num_seqs=64)
+    alias = {"method": "mimo_mtp", "num_speculative_tokens": 1}  # another name of vLLM's for method mtp
+    llm = train_mimo.start_engine(folder, tensor_parallel_size=2, max_num_seqs=64, speculative_config=alias)
     yield llm, model, hf_config, drafter_fingerprint(llm)
     llm.llm_engine.engine_core.shutdown()
 
@@ -480,12 +481,14 @@ def two_workers(megatron, tmp_path_factory):
 def test_two_workers_in_processes_of_their_own_decide_as_predicted_and_hold_what_a_fresh_engine_has(
     two_workers,
 ):
-    llm, model, _, fresh = two_workers
+    llm, model, hf_config, fresh = two_workers
     push(two_workers[:3], 21, bucket_bytes=50_000)
     assert all(digest != fresh[name] for name, digest in drafter_fingerprint(llm).items())
     assert {name.split("@")[1] for name in fresh} == {"0", "1"}
     agreed, total = agreement(model, sample(llm)[0])
     assert agreed == total > 1000
+    with pytest.raises(DrafterSyncError, match="k_proj.* mixed weights"):
+        sync_weights(llm, broken(megatron_to_hf(model.named_parameters(), hf_config), "NaN"), bucket_bytes=50_000)
     push(two_workers[:3], 20)
     assert drafter_fingerprint(llm) == fresh
     leftover = [name for name in os.listdir("/dev/shm") if name.startswith("tmp")] if os.path.isdir("/dev/shm") else []
