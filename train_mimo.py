@@ -65,9 +65,8 @@ def end_with(parent):
     os._exit(1)
 
 
-if (
-    multiprocessing.current_process().name != "MainProcess"
-):  # an engine's; it must not outlive a trainer that was killed
+# An engine's process imports this file too, for its worker's class; it must not outlive a trainer that was killed.
+if multiprocessing.current_process().name != "MainProcess":
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
 
@@ -852,16 +851,13 @@ def report(lines, args):
 
 
 def draw(path, lines):
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5))
+    figure = Figure(figsize=(6, 3.5))
+    axes = figure.add_subplot(xlabel="PPO step", ylim=(0, 1))
     for name, label in (("reward", "reward"), ("accept_rate", "acceptance")):
         if lines[0][name] is not None:
             axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=label)
-    axes.set(xlabel="PPO step", ylim=(0, 1))
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
@@ -1046,10 +1042,8 @@ def main(argv=None):
         code, said = 1, f"{type(error).__name__}: {error}"
     if code != 2 and os.path.exists(f"{args.out}/state.safetensors"):
         said += f"; go on from the last save with --resume {args.out}"
-    if rank and code == 1:
-        time.sleep(
-            10
-        )  # mostly all ranks fail alike; then torchrun ends this one, and the first one's message is enough
+    if rank and code == 1:  # mostly all ranks fail alike: torchrun ends this one, and the first one's message is enough
+        time.sleep(10)
     if rank == 0 and "Connection closed by peer" not in said or rank and code == 1:
         print(f"train_mimo.py: {said}", file=sys.stderr)
     return code

@@ -249,6 +249,14 @@ def test_a_frozen_drafter_is_soon_out_of_step_and_that_is_what_was_asked_for(tmp
     assert run.stderr == ""
 
 
+@pytest.mark.engine
+def test_without_speculation_the_push_goes_to_the_target_alone_and_nothing_is_said_of_drafts(tmp_path):
+    run = launch(tmp_path / "out", *"--drafter none --steps 2 --warmup-steps 5 --prompts 8 --lr 4e-3".split())
+    assert [line["accept_rate"] for line in run.lines] == [line["replay_agreement"] for line in run.lines] == [None] * 2
+    assert run.lines[1]["kl"] != 0 and run.lines[1]["logprob_gap"] < 1e-4, "the engine samples from the pushed policy"
+    assert run.stderr == ""
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_the_same_arguments_twice_give_the_same_numbers(short_run, tmp_path):
