@@ -879,3 +879,7 @@ def _compare(results, sent):
         if wrong := sorted(name for name in wanted if held.get(name) != wanted[name]):
             came = f"worker {rank} holds something else than what was sent in {len(wrong)} tensors: {wrong[:8]}"
             raise DrafterSyncError(f"{came}; wanted what was sent, bit for bit: push again, look for another writer")
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -702,7 +702,8 @@ def check(args):
     no_baseline = args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl")
     ranks, tensor_parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
     cut = any(n % tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab))
-    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
+    # vLLM sets LOCAL_WORLD_SIZE as well, for what this process starts; torchrun sets both.
+    several_nodes = "WORLD_SIZE" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
     shares = args.minibatches * ranks // tensor_parallel
     rank = int(os.environ.get("RANK", 0))
     on_cuda = args.device == "cuda" or args.device == "auto" and torch.cuda.is_available()

@@ -90,8 +90,7 @@ def test_ctrl_c_ends_the_run_with_its_last_save_whole(whole_run, tmp_path):
 @pytest.mark.engine
 def test_ctrl_c_while_vllm_starts_says_no_more_than_that(tmp_path):
     run = Run(tmp_path / "out", *TINY)
-    while not (run.out / "checkpoint" / "model.safetensors").exists():
-        time.sleep(0.01)
+    run.wait_until((run.out / "checkpoint" / "model.safetensors").exists)
     run.kill(signal.SIGINT)
     assert run.code == 130 and run.stderr == "train_mimo.py: interrupted\n"
 
@@ -140,8 +139,9 @@ def test_no_signal_leaves_a_process_or_shared_memory(tmp_path, which, moment):
     if moment == "in a step":
         run.wait_for_step(1)
     else:
-        while not any(Path(f"/proc/{pid}/comm").read_text().startswith("VLLM") for pid in children(run.pid)):
-            time.sleep(0.01)
+        run.wait_until(
+            lambda: any(Path(f"/proc/{pid}/comm").read_text().startswith("VLLM") for pid in children(run.pid))
+        )
     if which == signal.SIGINT:  # a terminal sends it to all
         run.kill(which)
         assert run.code == 130 and run.stderr.startswith("train_mimo.py: interrupted") and run.stderr.count("\n") == 1

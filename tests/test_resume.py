@@ -82,10 +82,15 @@ class Run:
         whole = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half-written yet
         return [json.loads(line) for line in whole]
 
-    def wait_for_step(self, step):
-        while len(self.lines()) <= step:
-            time.sleep(0.02)
+    def wait_until(self, condition):
+        while not condition():
+            if not Path(f"/proc/{self.pid}").exists():
+                pytest.fail(f"it ended before: {self.wait().stderr}")
+            time.sleep(0.01)
         return self
+
+    def wait_for_step(self, step):
+        return self.wait_until(lambda: len(self.lines()) > step)
 
 
 TINY = """
