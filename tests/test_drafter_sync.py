@@ -463,7 +463,7 @@ def test_a_sample_of_every_matrix_finds_a_tensor_that_is_wrong_as_a_whole(engine
     push(engine, 13)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # its end takes this process's groups down
 def two_workers(megatron, tmp_path_factory):
     """(llm, model, hf_config, fresh): vLLM with two tensor-parallel workers; fresh: the drafter as it started."""
     hf_config = train_mimo.mimo_config()
