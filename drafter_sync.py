@@ -646,9 +646,14 @@ def _digest(tensor):
 
 def _hex(digests):
     """{name: 16 hex digits} of {name: _digest}. One wait for the device; one a tensor would cost more than the sums."""
-    device = next(iter(digests.values())).device if digests else None
-    numbers = torch.stack([digest.to(device) for digest in digests.values()]).tolist() if digests else []
-    return {name: f"{number & (1 << 64) - 1:016x}" for name, number in zip(digests, numbers, strict=True)}
+    return {name: f"{number & (1 << 64) - 1:016x}" for name, number in _numbers(digests).items()}
+
+
+def _numbers(scalars):
+    """{name: number} of {name: 0-dim tensor}, on whichever devices these lie."""
+    device = next(iter(scalars.values())).device if scalars else None
+    numbers = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist() if scalars else []
+    return dict(zip(scalars, numbers, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -824,9 +829,7 @@ def _refuse_missing(shapes, names):
 
 
 def _refuse_non_finite(largest):
-    device = next(iter(largest.values())).device if largest else None
-    values = torch.stack([value.to(device, torch.float64) for value in largest.values()]).tolist() if largest else []
-    if bad := [name for name, value in zip(largest, values, strict=True) if not math.isfinite(value)]:
+    if bad := [name for name, value in _numbers(largest).items() if not math.isfinite(value)]:
         raise DrafterSyncError(f"{bad} hold NaN or infinity; wanted finite weights: look at the last update")
     largest.clear()
 

@@ -112,8 +112,7 @@ def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denom
         raise RuntimeError(f"{came}; wanted Megatron's: leave the other context first")
     if not isinstance(detach_trunk, bool):
         raise TypeError(f"detach_trunk is {detach_trunk!r}; wanted True or False: pass one of the two")
-    if type(chunk_tokens) is not int or chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
+    _check_chunk_tokens(chunk_tokens)
     for name, given, most in (("scale", scale, 0), ("denominator", denominator, 1)):  # most: dimensions
         for number in given if most and isinstance(given, (list, tuple)) else [given]:
             is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0
@@ -427,9 +426,13 @@ def _check_arguments(hidden, targets, mask, chunk_tokens):
             raise ValueError(f"{came}; wanted [b, s] = {wanted}: transpose or slice one of the two")
     if targets.dtype != torch.int64:
         raise TypeError(f"targets is {targets.dtype}; wanted torch.int64: call .long()")
+    _check_chunk_tokens(chunk_tokens)
+    _check_mask(mask)
+
+
+def _check_chunk_tokens(chunk_tokens):
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
-    _check_mask(mask)
 
 
 def _check_tensor(name, tensor, shape, floating=False):

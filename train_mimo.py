@@ -292,13 +292,17 @@ def write_checkpoint(model, hf_config, folder, drafter=None):
     tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
     if torch.distributed.get_rank():  # every rank takes part in gathering, the first one writes
         return
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    write_config(hf_config, folder, next(iter(tensors.values())).dtype)
+    save_whole(f"{folder}/model.safetensors", tensors, {"format": "pt"})
+
+
+def write_config(hf_config, folder, dtype):
+    """All of a checkpoint but its tensors, which vLLM's load_format="dummy" does not ask for."""
     os.makedirs(folder, exist_ok=True)
     pathlib.Path(f"{folder}/configuration_mimo.py").write_text(MIMO_CONFIGURATION)
-    config = hf_config | {"torch_dtype": dtype, "auto_map": auto_map}
+    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    config = hf_config | {"torch_dtype": str(dtype).removeprefix("torch."), "auto_map": auto_map}
     pathlib.Path(f"{folder}/config.json").write_text(json.dumps(config, indent=2))
-    save_whole(f"{folder}/model.safetensors", tensors, {"format": "pt"})
 
 
 def save_whole(path, tensors, metadata):

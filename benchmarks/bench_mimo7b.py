@@ -386,7 +386,7 @@ def profile(run, top=25):
 
 def bench_push(options, hf_config, device, dtype, save, process=False):
     folder = f"{options.work}/config"
-    shared.write_config(folder, hf_config, dtype)
+    train_mimo.write_config(hf_config, folder, dtype)
     tensors = random_tensors(hf_config, device, dtype)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     copy_gb_s = copy_rate(tensors, device, options.repeats)
@@ -431,7 +431,7 @@ def bench_native(options, hf_config, device, dtype, save):
     """Against sync_weights in the same engine. What fails is the result, word for word."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM asks for it before it unpickles the IPC handles
     folder, rows = f"{options.work}/config", []
-    shared.write_config(folder, hf_config, dtype)
+    train_mimo.write_config(hf_config, folder, dtype)
     tensors = random_tensors(hf_config, device, dtype)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     of_target = sum(tensor.nbytes for name, tensor in tensors.items() if ".mtp_layers." not in name)
@@ -556,7 +556,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
 
 def write_sharded(folder, hf_config, dtype, num_shards, device):
     """A checkpoint laid out as MiMo-7B's: files model-0000i-of-0000n.safetensors and an index; returns its bytes."""
-    shared.write_config(folder, hf_config, dtype)
+    train_mimo.write_config(hf_config, folder, dtype)
     generator = torch.Generator(device).manual_seed(0)
     shapes = list(hf_shapes(hf_config).items())
     total = sum(torch.Size(shape).numel() for _, shape in shapes) * dtype.itemsize

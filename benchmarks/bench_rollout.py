@@ -140,15 +140,6 @@ def show_stacks_before_the_end():
         faulthandler.dump_traceback_later(limit_s - 10)
 
 
-def write_config(folder, hf_config, dtype):
-    """All of a checkpoint but its tensors, which load_format="dummy" does not ask for."""
-    os.makedirs(folder, exist_ok=True)
-    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-    content = hf_config | {"torch_dtype": str(dtype).removeprefix("torch."), "auto_map": auto_map}
-    pathlib.Path(f"{folder}/config.json").write_text(json.dumps(content, indent=2))
-    pathlib.Path(f"{folder}/configuration_mimo.py").write_text(train_mimo.MIMO_CONFIGURATION)
-
-
 def synchronize(device):
     if device == "cuda":
         torch.cuda.synchronize()
@@ -507,7 +498,7 @@ def plain(options, args, hf_config, device, dtype, result, save):
     result["none_weights"] = "the shifted policy's"
     if options.only_none:
         result["none_weights"], how = "random, in a run of its own", {"load_format": "dummy"}
-        write_config(folder, hf_config, dtype)
+        train_mimo.write_config(hf_config, folder, dtype)
     llm, result["engine_plain"] = engine(folder, args, device, dtype, False, max_num_seqs, **how)
 
     def on_row(rows):

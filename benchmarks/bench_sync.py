@@ -26,7 +26,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from bench_mimo7b import copy_rate, random_tensors  # noqa: E402
 from bench_mtp_loss import peak_bytes, seconds  # noqa: E402
-from bench_rollout import write_config  # noqa: E402
 
 import train_mimo  # noqa: E402
 from drafter_sync import sync_weights  # noqa: E402
@@ -54,7 +53,7 @@ def main():
     if args.device == "cuda":
         settings |= dict(gpu_memory_utilization=0.3, kv_cache_memory_bytes=1 << 30)
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, hf_config, dtype)
+        train_mimo.write_config(hf_config, folder, dtype)
         llm = train_mimo.start_engine(folder, **settings)
     rows = []
     print(f"{'bucket MiB':>10}{'verify':>8}{'drafter':>9}{'s':>8}{'GB/s':>7}{'of copy':>9}{'peak MiB':>10}")
