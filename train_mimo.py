@@ -14,7 +14,6 @@ Task    Tokens are numbers modulo the vocabulary. Warm-up teaches "+1" (70 %) an
         is its share of "+2" steps. PPO thus drives the policy away from what the drafter learned at first, so that a
         drafter that is not kept in step proposes "+1" in vain.
 Run     python train_mimo.py                    about 2 minutes on 2 cores; --help explains every argument
-        python train_mimo.py --drafter frozen   the same with a drafter that is never updated
         python train_mimo.py --unfix loss       the same with a fix taken out (loss, mask, recompute, ref, sync, ...)
         torchrun --nproc-per-node 4 train_mimo.py --tensor-parallel 2   ranks: 2 a model, each pair half a minibatch
 Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (Hugging Face layout, loads in stock vLLM)
@@ -23,15 +22,16 @@ Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (Hu
 import argparse
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import json
 import logging
-import math
 import multiprocessing
 import os
 import pathlib
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -39,95 +39,86 @@ import threading
 import time
 import warnings
 
+if __name__ in ("__main__", "__mp_main__") and "--verbose" not in sys.argv:  # errors are still shown
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+if multiprocessing.current_process().name != "MainProcess":  # an engine's process, which imports this file too
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a trainer that is killed,
+    if not os.path.exists(f"/proc/{os.environ.get('TRAINER_PID', 'self')}/root"):  # or was, before this line
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; vLLM sets a handler of its own later
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch and vLLM read these when they are imported
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import spec_metrics
-from drafter_sync import DrafterSyncExtension, hf_to_megatron, match_vllm_mimo, megatron_to_hf, sync_weights
+from drafter_sync import hf_to_megatron, match_vllm_mimo, megatron_to_hf, sync_weights
 from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
 
-# vLLM reads these when it is imported, here and in its worker processes.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # on CPU, compiling stalls the first step by 16 to 20 s
+if not torch.cuda.is_available():  # compiling stalls vLLM's first step by 16 to 20 s
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def end_with(parent):
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-# An engine's process imports this file too, for its worker's class; it must not outlive a trainer that was killed.
-if multiprocessing.current_process().name != "MainProcess":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def option(default, sentence, choices=None):
-    return dataclasses.field(default=default, metadata={"help": sentence} | ({"choices": choices} if choices else {}))
+def option(default, sentence, allowed=1):
+    """A field of Args; allowed: the smallest number that can run, or a list of choices."""
+    return dataclasses.field(default=default, metadata=dict(help=sentence, allowed=allowed))
 
 
 # fmt: off
-UNFIX = ["loss", "mask", "recompute", "ref", "sync", "metrics", "parity"]
-
-
 @dataclasses.dataclass
 class Args:
     """Every argument, its default and a sentence; a bool also takes --no-NAME."""
 
     steps: int = option(30, "PPO steps: a rollout, its updates and a push each")
-    seed: int = option(0, "seed of weights, prompts and sampling; the same seed gives the same numbers")
+    seed: int = option(0, "seed of weights, prompts and sampling; the same seed gives the same numbers", 0)
     out: str = option("runs/mimo", "folder for metrics.jsonl, curves.png and checkpoint/")
-    save_every: int = option(10, "steps between saves of the whole state to OUT/state.safetensors; 0 never saves")
+    save_every: int = option(10, "steps between saves of the whole state to OUT/state.safetensors; 0 never saves", 0)
     resume: str = option("", "folder of a run to go on with, from its last save and with its own arguments")
     overwrite: bool = option(False, "use --out although it holds something, deleting what it holds")
     device: str = option("auto", "where to train and sample; auto: CUDA if there is one", ["auto", "cpu", "cuda"])
     drafter: str = option("synced", "push to the drafter, never do, or sample without", ["none", "frozen", "synced"])
-    engine: str = option("inprocess", "vLLM in this process (starts quicker) or in its own; with several ranks always "
-                                      "the latter", ["inprocess", "process"])
+    engine: str = option("inprocess", "vLLM in this process or, always with ranks, its own", ["inprocess", "process"])
     tensor_parallel: int = option(1, "how many of the ranks hold a model together; such groups share minibatches")
-    unfix: list = option((), "take a fix out, to see what it is for; repeatable; parity: the three conventions of "
-                             "match_vllm_mimo (state before the norm, halves, position 0)", UNFIX)
+    unfix: list = option((), "take a fix out, to see what it is for; repeatable; parity: what match_vllm_mimo does",
+                         ["loss", "mask", "recompute", "ref", "sync", "metrics", "parity"])
     baseline: str = option("", "folder of a finished run with --drafter none, to report the measured speed-up against")
-    temperature: float = option(1.0, "sampling temperature; all log-probs are of the tempered distribution")
-    mtp_scale: float = option(0.2, "lambda, the weight of the MTP loss")
+    temperature: float = option(1.0, "sampling temperature; all log-probs are of the tempered distribution", 0.01)
+    mtp_scale: float = option(0.2, "lambda, the weight of the MTP loss", 0)
     mtp_rule: str = option("drafted", "which slots train the MTP layer, see mtp_mask.py", ["target", "drafted"])
     recompute: bool = option(True, "full activation recompute, of trunk and MTP layer")
     verbose: bool = option(False, "show what vLLM and Megatron log")
-    warmup_steps: int = option(100, "supervised steps before PPO")
+    warmup_steps: int = option(100, "supervised steps before PPO", 0)
     prompts: int = option(64, "prompts a rollout, one response each")
-    response_tokens: int = option(28, "longest response; lengths vary from half of it on")
+    response_tokens: int = option(28, "longest response; lengths vary from half of it on", 4)
     epochs: int = option(2, "passes over a rollout")
     minibatches: int = option(4, "updates a pass")
-    lr: float = option(1e-3, "learning rate of policy and value head, falling linearly to a tenth of it")
-    mtp_lr: float = option(3e-3, "learning rate of the MTP layer")
-    clip: float = option(0.2, "PPO clip range of the probability ratio")
-    kl_coef: float = option(0.01, "weight of the KL penalty towards the reference, in the reward")
-    gamma: float = option(0.3, "discount; small, since a token decides its own reward only")
-    gae_lambda: float = option(0.9, "GAE lambda")
-    max_grad_norm: float = option(1.0, "gradient clip, of policy and MTP layer apart")
+    lr: float = option(1e-3, "learning rate of policy and value head, falling linearly to a tenth of it", 1e-12)
+    mtp_lr: float = option(3e-3, "learning rate of the MTP layer", 1e-12)
+    clip: float = option(0.2, "PPO clip range of the probability ratio", 1e-12)
+    kl_coef: float = option(0.01, "weight of the KL penalty towards the reference, in the reward", 0)
+    gamma: float = option(0.3, "discount; small, since a token decides its own reward only", 0)
+    gae_lambda: float = option(0.9, "GAE lambda", 0)
+    max_grad_norm: float = option(1.0, "gradient clip, of policy and MTP layer apart", 1e-12)
     layers: int = option(2, "transformer layers of the trunk")
     hidden: int = option(128, "hidden size")
     heads: int = option(4, "attention heads; vLLM on CPU wants a head size of 32 or more")
     groups: int = option(2, "query groups, that is key/value heads")
     ffn: int = option(256, "feed-forward size")
     vocab: int = option(64, "vocabulary")
-    symbols: int = option(64, "how many tokens of the vocabulary the task counts with")
+    symbols: int = option(64, "how many tokens of the vocabulary the task counts with", 8)
 # fmt: on
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# Megatron: one model on CPU or CUDA, trained on packed sequences
-# ------------------------------------------------------------------------------------------------------------------
-
-
+# ---- Megatron: one model on CPU or CUDA, trained on packed sequences -------------------------------------------------
 def mimo_config(
     *, num_layers=2, hidden_size=128, num_heads=4, num_groups=2, ffn_size=256, vocab_size=64, max_positions=128,
     mtp_layers=1, tied=False,
@@ -142,73 +133,59 @@ def mimo_config(
     }  # fmt: skip
 
 
-def megatron_on_cpu():
-    """Lets megatron-core run without a GPU: it asks CUDA for the current device and keeps its dropout RNG there."""
+def init_megatron(device="cpu", tensor_parallel=1, context_parallel=1):
+    """Megatron's groups, over torch.distributed: torchrun's ranks or one (gloo, NCCL), unless it is started already."""
     import megatron.core.tensor_parallel.random as megatron_random
-
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-
-
-def init_megatron(device="cpu", *, rank=0, world_size=1, tensor_parallel=1, context_parallel=1, store=None):
-    """Starts torch.distributed (gloo on CPU, NCCL on CUDA) and Megatron's groups; without `store` torchrun's."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    if device == "cpu":
-        megatron_on_cpu()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if device == "cpu":  # Megatron asks CUDA for the current device and keeps its dropout RNG there
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        torch.cuda.manual_seed = torch.manual_seed
+        torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+        megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+        megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     else:
         torch.cuda.set_device(rank)
-    backend = "gloo" if device == "cpu" else "nccl"
-    if store is None and world_size == 1:
-        store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    if not torch.distributed.is_initialized():
+        store = None if world_size > 1 else torch.distributed.HashStore()
+        backend = "gloo" if device == "cpu" else "nccl"
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
-    model_parallel_cuda_manual_seed(1)
+    megatron_random.model_parallel_cuda_manual_seed(1)
 
 
 class PackedAttention(torch.nn.Module):
     """Causal attention core for packed `[t, n, d]` and dense `[s, b, n, d]` input.
 
-    Megatron's local DotProductAttention refuses packed sequences and Transformer Engine's wants a GPU. On CUDA torch's
-    varlen_attn takes the whole buffer; on CPU each document goes through torch's attention alone.
+    Megatron's local core refuses packed sequences, Transformer Engine's wants a GPU. CPU: one document at a time.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, **unused):
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
-    def attend(self, query_BNSD, key_BGSD, value_BGSD):
+    def attend(self, *qkv_SBND):
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        dropout = self.dropout if self.training else 0.0
+        qkv_BNSD, dropout = [x.permute(1, 2, 0, 3) for x in qkv_SBND], self.dropout if self.training else 0.0
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(
-                query_BNSD, key_BGSD, value_BGSD, is_causal=True, dropout_p=dropout, enable_gqa=True
-            )
+            out_BNSD = F.scaled_dot_product_attention(*qkv_BNSD, is_causal=True, dropout_p=dropout, enable_gqa=True)
+        return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **unused):
         if packed_seq_params is None:
-            out_BNSD = self.attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
-            return out_BNSD.permute(2, 0, 1, 3).flatten(2)
-        cu_seqlens = packed_seq_params.cu_seqlens_q_padded
-        cu_seqlens = packed_seq_params.cu_seqlens_q if cu_seqlens is None else cu_seqlens
+            return self.attend(query, key, value)
+        plain, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+        offsets = plain if padded is None else padded
         if query.is_cuda and not self.dropout:
             from torch.nn.attention.varlen import varlen_attn
 
             longest, repeats = packed_seq_params.max_seqlen_q, query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-            lengths = (cu_seqlens, cu_seqlens, longest, longest)
-            return varlen_attn(query, key, value, *lengths, window_size=(-1, 0)).flatten(1)
-        documents = []
-        for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            if end > start:
-                out_BNSD = self.attend(*(x[start:end].transpose(0, 1)[None] for x in (query, key, value)))
-                documents.append(out_BNSD[0].transpose(0, 1).flatten(1))
-        return torch.cat(documents)
+            return varlen_attn(query, key, value, offsets, offsets, longest, longest, window_size=(-1, 0)).flatten(1)
+        bounds = [slice(*pair) for pair in itertools.pairwise(offsets.tolist()) if pair[0] < pair[1]]
+        return torch.cat([self.attend(*(x[of, None] for x in (query, key, value))) for of in bounds])[:, 0]
 
 
 def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, **overrides):
@@ -217,12 +194,12 @@ def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mtp_layers = (hf_config["num_nextn_predict_layers"] or None) if mtp else None
     settings = dict(
         num_layers=hf_config["num_hidden_layers"], hidden_size=hf_config["hidden_size"],
         ffn_hidden_size=hf_config["intermediate_size"], num_attention_heads=hf_config["num_attention_heads"],
         num_query_groups=hf_config["num_key_value_heads"], kv_channels=hf_config["head_dim"],
-        layernorm_epsilon=hf_config["rms_norm_eps"], mtp_num_layers=mtp_layers, mtp_loss_scaling_factor=0.2,
+        layernorm_epsilon=hf_config["rms_norm_eps"], mtp_loss_scaling_factor=0.2,
+        mtp_num_layers=(hf_config["num_nextn_predict_layers"] or None) if mtp else None,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tensor_parallel, use_cpu_initialization=True,
@@ -248,10 +225,9 @@ def pack(documents, device="cpu"):
     lengths = torch.tensor([0] + [len(document) for document in documents])
     cu_seqlens, longest = lengths.cumsum(0).to(device=device, dtype=torch.int32), int(lengths.max())
     bounds = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-    packed = PackedSeqParams(qkv_format="thd", **bounds)
     input_ids = torch.cat([torch.as_tensor(document, dtype=torch.long) for document in documents])
     position_ids = torch.cat([torch.arange(len(document)) for document in documents])
-    return input_ids[None].to(device), position_ids[None].to(device), packed
+    return input_ids[None].to(device), position_ids[None].to(device), PackedSeqParams(qkv_format="thd", **bounds)
 
 
 def load_reference(folder, hf_config, unfix=(), **settings):
@@ -268,32 +244,19 @@ def load_reference(folder, hf_config, unfix=(), **settings):
     return reference.requires_grad_(False)
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# vLLM: the sampler, drafting with the MTP layer
-# ------------------------------------------------------------------------------------------------------------------
-
+# ---- vLLM: the sampler, drafting with the MTP layer ------------------------------------------------------------------
 # The real MiMo checkpoint ships such a file: transformers does not know model_type "mimo".
-MIMO_CONFIGURATION = """from transformers import Qwen2Config
-
-
-class MiMoConfig(Qwen2Config):
-    model_type = "mimo"
-"""
+MIMO_CONFIGURATION = 'import transformers\n\n\nclass MiMoConfig(transformers.Qwen2Config):\n    model_type = "mimo"\n'
 
 
 def write_checkpoint(model, hf_config, folder, drafter=None):
-    """A Hugging Face MiMo checkpoint that stock vLLM loads (with trust_remote_code, as the real one).
-
-    drafter: MTP tensors to write instead of the model's own.
-    """
-    parameters = dict(model.named_parameters())
-    if drafter is not None:
-        parameters |= {f"mtp.{name}": tensor for name, tensor in drafter.items()}
+    """A Hugging Face MiMo checkpoint that stock vLLM loads; drafter: MTP tensors to write instead of the model's."""
+    parameters = dict(model.named_parameters()) | {f"mtp.{name}": tensor for name, tensor in (drafter or {}).items()}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
-    if torch.distributed.get_rank():  # every rank takes part in gathering, the first one writes
-        return
-    write_config(hf_config, folder, next(iter(tensors.values())).dtype)
-    save_whole(f"{folder}/model.safetensors", tensors, {"format": "pt"})
+    if torch.distributed.get_rank() == 0:  # every rank takes part in gathering, the first one writes
+        write_config(hf_config, folder, next(iter(tensors.values())).dtype)
+        save_file(tensors, f"{folder}/new", metadata={"format": "pt"})
+        os.replace(f"{folder}/new", f"{folder}/model.safetensors")  # a kill leaves the last one whole
 
 
 def write_config(hf_config, folder, dtype):
@@ -305,79 +268,51 @@ def write_config(hf_config, folder, dtype):
     pathlib.Path(f"{folder}/config.json").write_text(json.dumps(config, indent=2))
 
 
-def save_whole(path, tensors, metadata):
-    """Written aside and renamed whole, so that a kill leaves the last one; no pickle that could run code."""
-    save_file(tensors, f"{path}.new", metadata=metadata)
-    os.replace(f"{path}.new", path)
-
-
-class SmokeWorker(DrafterSyncExtension):
-    """What runs inside vLLM's worker: the weight push, and a mend for a fault of vLLM's CPU backend."""
-
-    def mend_cpu_sampler(self):
-        """Returns whether this vLLM had the fault.
-
-        vllm-cpu 0.32.0's `expand_batch_to_tokens` writes floats to a copy that is thrown away (cpu_triton_utils.py,
-        _expand_kernel_impl), so the rejection sampler divides by an uninitialised temperature: with speculation on,
-        samples at temperature > 0 do not follow the policy.
-        """
-        import vllm.v1.sample.rejection_sampler as rejection_sampler
-
-        def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-            counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
-            return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
-
-        if self.device.type != "cpu":
-            return False
-        probe = torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 3
-        broken = not torch.equal(rejection_sampler.expand_batch_to_tokens(*probe), expand(*probe))
-        if broken:
-            rejection_sampler.expand_batch_to_tokens = expand
-        return broken
-
-
 def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_num_seqs=256, **overrides):
     """Stock `vllm.LLM` on a checkpoint folder; in this process, or (process=True) in one of its own."""
+    os.environ["TRAINER_PID"] = str(os.getpid())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(process))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit Megatron's process groups
-    of_torchrun = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT".split()
-    for name in list(os.environ):  # they are the trainer's; vLLM makes a world of its own
-        if name in of_torchrun or name.startswith("TORCHELASTIC"):
+    for name in list(os.environ):  # torchrun's are the trainer's; vLLM makes a world of its own
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("MASTER_", "TORCHELASTIC")):
             del os.environ[name]
     import vllm
 
     settings = dict(
         skip_tokenizer_init=True, trust_remote_code=True, dtype=dtype, enforce_eager=True, max_num_seqs=max_num_seqs,
-        use_tqdm_on_load=False, logprobs_mode="processed_logprobs", worker_extension_cls="train_mimo.SmokeWorker",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if speculate else None,
         # On CPU, vLLM 0.32 dies of a request with a seed whose prefill is split: CPU generators have no offset.
-        enable_chunked_prefill=torch.cuda.is_available(),
+        enable_chunked_prefill=torch.cuda.is_available(), worker_extension_cls="drafter_sync.DrafterSyncExtension",
+        logprobs_mode="processed_logprobs", use_tqdm_on_load=False,
     )  # fmt: skip
-    if speculate:
-        settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
-        if hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
-            settings["per_request_spec_decode_metrics"] = "detailed"
+    if speculate and hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
+        settings["per_request_spec_decode_metrics"] = "detailed"
+    if process:  # vLLM's start can lose a Ctrl-C, or wait for its process to end, which dies with this one anyway
+        on_ctrl_c = signal.signal(signal.SIGINT, end_at_once)
     llm = vllm.LLM(folder, **(settings | overrides))
-    llm.collective_rpc("mend_cpu_sampler")
+    llm.collective_rpc("mend_cpu_sampler")  # a fault of vLLM's CPU backend
     if process:
-        threading.Thread(target=end_generate, args=(llm.llm_engine.engine_core,), daemon=True).start()
+        signal.signal(signal.SIGINT, on_ctrl_c)
+        core = llm.llm_engine.engine_core
+        threading.Thread(target=end_generate, args=(core.resources, core.outputs_queue), daemon=True).start()
     return llm
 
 
-def end_generate(core):
+def end_at_once(*unused):
+    print("train_mimo.py: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+def end_generate(resources, outputs):
     """Ends a LLM.generate whose engine's process has died, as vLLM's async client does: 0.32's own waits for ever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    resources, outputs = core.resources, core.outputs_queue
-    del core  # an engine that is given up must not live on here
     while not resources.engine_dead:
         time.sleep(0.5)
     outputs.put(EngineDeadError())
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# The task
-# ------------------------------------------------------------------------------------------------------------------
-
+# ---- The task --------------------------------------------------------------------------------------------------------
 MAX_PROMPT = 6
 WARMUP_SHARE_OF_PLUS_TWO = 0.3  # under a half, so that the reward has to move the policy's arg-max
 
@@ -390,10 +325,7 @@ def make_sequences(num, length, vocab, generator):
 
 
 def make_prompts(num, response_tokens, vocab, generator):
-    """(prompt, response length) pairs of varying lengths.
-
-    From 2 tokens on: vLLM 0.32 pads the prefill of a one-token prompt to a verify step and counts a draft never made.
-    """
+    """(prompt, response length) pairs; 2 tokens or more: after one, vLLM 0.32 counts a draft that it never made."""
     sequences = make_sequences(num, MAX_PROMPT, vocab, generator).tolist()
     prompt_lengths = torch.randint(2, MAX_PROMPT + 1, (num,), generator=generator).tolist()
     lengths = torch.randint(response_tokens // 2, response_tokens + 1, (num,), generator=generator).tolist()
@@ -409,10 +341,8 @@ def token_rewards(sample, vocab):
 def make_batch(samples, device, unfix=()):
     """Samples (prompt and response token lists) as one packed buffer with label-aligned labels and loss masks."""
     input_ids, position_ids, packed = pack([s["prompt"] + s["response"] for s in samples], device)
-    lengths = torch.tensor([len(s["response"]) for s in samples])
-    attention_BR = torch.arange(int(lengths.max())) < lengths[:, None]
-    whole_lengths = [len(s["prompt"]) + len(s["response"]) for s in samples]
-    whole = expand_response_mask(attention_BR.long(), whole_lengths, attention_BR)
+    response_mask = torch.nested.nested_tensor([[1] * len(s["response"]) for s in samples], layout=torch.jagged)
+    whole = expand_response_mask(response_mask, [len(s["prompt"]) + len(s["response"]) for s in samples])
     token_mask, cu_seqlens = whole.values()[None].to(device), packed.cu_seqlens_q
     # Before verl#6432: the response mask at the start of each row, and the rest of the row filled with ones.
     mtp_token_mask = torch.ones_like(token_mask) if "mask" in unfix else token_mask
@@ -426,17 +356,13 @@ def make_batch(samples, device, unfix=()):
     return batch | {"prompt_targets": (counted & ~right).sum()}
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# PPO
-# ------------------------------------------------------------------------------------------------------------------
-
-
+# ---- PPO -------------------------------------------------------------------------------------------------------------
 def forward(model, batch, **kwargs):
     """Logits `[T, V]` of a packed batch, on every tensor-parallel rank."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     logits = model(batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"], **kwargs)
-    return gather_from_tensor_model_parallel_region(logits)[0]
+    return gather_from_tensor_model_parallel_region(logits).flatten(0, 1)
 
 
 def label_logprobs(logits_TV, batch, temperature):
@@ -447,61 +373,59 @@ def label_logprobs(logits_TV, batch, temperature):
 
 def warm_up(actor, step, args, generator, device):
     """Supervised training of policy and MTP layer, so that both start competent; dense, since all rows are as long."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     length, num = MAX_PROMPT + args.response_tokens, args.prompts // ranks
     position_ids = torch.arange(length, device=device).expand(num, -1)
-    labels_from = 2  # the shortest prompt
     for _ in range(args.warmup_steps):
         input_ids = make_sequences(args.prompts, length, args.symbols, generator)[rank * num :][:num].to(device)
-        labels, loss_mask = depth_targets(input_ids, 0), depth_mask(position_ids >= labels_from, 0)
+        labels, loss_mask = depth_targets(input_ids, 0), depth_mask(position_ids >= 2, 0)  # 2: the shortest prompt
+        batch = dict(input_ids=input_ids, position_ids=position_ids, packed=None)
         # All shares count as many slots, so that the mean over all is the sum of each one's over the number of ranks.
         with mtp_as_drafter(actor, args), patch_mtp_loss(actor, rule=args.mtp_rule, scale=args.mtp_scale / ranks):
-            logits_BSV = actor(input_ids, position_ids, None, labels=labels, loss_mask=loss_mask)
-            logits_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(logits_BSV)
-            step(F.cross_entropy(logits_BSV[loss_mask].float(), labels[loss_mask]) / ranks)
+            logits_TV = forward(actor, batch, labels=labels, loss_mask=loss_mask)[loss_mask.flatten()]
+            step(F.cross_entropy(logits_TV.float(), labels[loss_mask]) / ranks)
 
 
 def sample(llm, prompts, args, step_number):
-    """One response a prompt; each request has a seed of its own, so that the result does not depend on scheduling."""
+    """One response a prompt, with log-probs, decisions, counts; a seed a request: scheduling does not change it."""
     from vllm import SamplingParams
 
-    first_seed = (args.seed * 1_000_003 + step_number) * 1_000_003
     settings = dict(temperature=args.temperature, ignore_eos=True, detokenize=False, logprobs=0)
-    seeds = [(first_seed + i) % 2**63 for i in range(len(prompts))]  # vLLM takes 64 bits
+    seeds = [((args.seed * 1_000_003 + step_number) * 1_000_003 + i) % 2**63 for i in range(len(prompts))]  # 64 bits
     params = [SamplingParams(max_tokens=n, seed=seed, **settings) for seed, (_, n) in zip(seeds, prompts, strict=True)]
-    inputs = [{"prompt_token_ids": prompt} for prompt, _ in prompts]
-    outputs, decisions = generate(llm, inputs, params)
     samples = []
-    for output, decided in zip(outputs, decisions, strict=True):
-        tokens = list(output.outputs[0].token_ids)
+    for output, decisions in generate(llm, [{"prompt_token_ids": prompt} for prompt, _ in prompts], params):
+        prompt, tokens = output.prompt_token_ids, list(output.outputs[0].token_ids)
         logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        made = {"prompt": output.prompt_token_ids, "response": tokens, "logprobs": logprobs, "decisions": decided}
-        samples.append(made)
-    return samples, outputs
+        counts = spec_metrics.counts_from_vllm([output])[0]
+        if counts is None and decisions is not None:
+            known = [decision for decision in decisions if decision is not None]
+            counts = spec_metrics.SpecCounts(len(known), sum(known), len(known))
+        samples.append(dict(prompt=prompt, response=tokens, logprobs=logprobs, decisions=decisions, counts=counts))
+    return samples
 
 
 def generate(llm, inputs, params):
-    """vLLM's outputs and each request's accept / reject decisions (None without speculation)."""
+    """(vLLM's output, accept / reject decisions or, without speculation, None) of each request."""
     if hasattr(llm.llm_engine.vllm_config.observability_config, "per_request_spec_decode_metrics"):
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        records = [output.outputs[0].spec_decode_metrics for output in outputs]
-        return outputs, [None if record is None else record.per_step_accepted for record in records]
+        for output in llm.generate(inputs, params, use_tqdm=False):
+            record = output.outputs[0].spec_decode_metrics
+            yield output, record and record.per_step_accepted
+        return
     # vLLM 0.25.1 keeps no record: step the engine by hand and see how many tokens each request gains.
-    gains, finished = collections.defaultdict(list), {}
+    lengths, last = collections.defaultdict(lambda: [0]), {}
     for i, (request, param) in enumerate(zip(inputs, params, strict=True)):
         llm.llm_engine.add_request(str(i), request, param)
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
-            total = gains[output.request_id]
-            total.append(len(output.outputs[0].token_ids) - sum(total))
-            if output.finished:
-                finished[output.request_id] = output
+            lengths[output.request_id].append(len(output.outputs[0].token_ids))
+            last[output.request_id] = output
     speculates = llm.llm_engine.vllm_config.speculative_config is not None
-    order = [str(i) for i in range(len(inputs))]
-    decisions = [spec_metrics.decisions_from_gains(gains[i]) if speculates else None for i in order]
-    return [finished[i] for i in order], decisions
+    for i in map(str, range(len(inputs))):
+        gains = [after - before for before, after in itertools.pairwise(lengths[i])]
+        yield last[i], spec_metrics.decisions_from_gains(gains) if speculates else None
 
 
 @contextlib.contextmanager
@@ -513,10 +437,10 @@ def mtp_as_drafter(actor, args):
 
 
 def trainer_drafts(actor, batch, **conventions):
-    """The drafts that the engine makes if it holds these weights: one token a slot."""
+    """The drafts that the engine makes if it holds these weights: one token a slot, a list a document."""
     with match_vllm_mimo(actor, **conventions):
         tokens = draft_tokens(actor, batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"])
-    return tokens[0].tolist()
+    return [drafts.tolist() for drafts in tokens[0].split(batch["packed"].cu_seqlens_q.diff().tolist())]
 
 
 def drafts_by_cause(actor, batch, pushed):
@@ -541,21 +465,16 @@ def fill(tensors, values):
         tensor.copy_(values[name])
 
 
-def acceptance(samples, outputs, drafts, args):
+def acceptance(samples, drafts, args):
     """Acceptance of a rollout and the share of its decisions that the trainer's drafts predict (fix 6)."""
-    counts, agreed, total, start = spec_metrics.counts_from_vllm(outputs), 0, 0, 0
-    for i, sample in enumerate(samples):
-        tokens, decisions = sample["prompt"] + sample["response"], sample["decisions"]
-        sample["start"], start = start, start + len(tokens)
-        if decisions is None:
-            continue
-        predicted = spec_metrics.replay_acceptance(tokens, len(sample["prompt"]), drafts[sample["start"] : start])
-        agreed += sum(b is None or a == b for a, b in zip(predicted, decisions, strict=False))  # None: cut off, unknown
-        total += max(len(predicted), len(decisions))
-        if counts[i] is None:
-            known = [decision for decision in decisions if decision is not None]
-            counts[i] = spec_metrics.SpecCounts(len(known), sum(known), len(known))
-    summary = spec_metrics.summarize(counts)
+    agreed = total = 0
+    for sample, drafted in zip(samples, drafts, strict=True):
+        if (decisions := sample["decisions"]) is not None:
+            tokens = sample["prompt"] + sample["response"]
+            predicted = spec_metrics.replay_acceptance(tokens, len(sample["prompt"]), drafted)
+            agreed += sum(b is None or a == b for a, b in zip(predicted, decisions, strict=False))  # None: cut off
+            total += max(len(predicted), len(decisions))
+    summary = spec_metrics.summarize([sample["counts"] for sample in samples])
     rate, length = summary.get("spec/accept_rate_micro"), summary.get("spec/accept_length_micro")
     if "metrics" in args.unfix and length:
         rate = length / 2  # before sglang#23530: the token that is never drafted counts as drafted and accepted
@@ -565,11 +484,9 @@ def acceptance(samples, outputs, drafts, args):
 
 def explain_first(samples, drafts, causes):
     """Which decision of the engine the trainer's drafts do not predict first, and which planted fault predicts it."""
-    for sample in (sample for sample in samples if sample["decisions"] is not None):
-        tokens, slots = sample["prompt"] + sample["response"], slice(sample["start"], None)
-        of_causes = {cause: of_cause[slots] for cause, of_cause in causes.items()}
-        decided = len(sample["prompt"]), drafts[slots], sample["decisions"]
-        answer = spec_metrics.explain_disagreement(tokens, *decided, of_causes)
+    for i, sample in enumerate(samples if samples[0]["decisions"] is not None else ()):
+        decided = len(sample["prompt"]), drafts[i], sample["decisions"], {name: causes[name][i] for name in causes}
+        answer = spec_metrics.explain_disagreement(sample["prompt"] + sample["response"], *decided)
         if not answer["agrees"]:
             return answer["message"]
     return ""
@@ -585,8 +502,8 @@ def estimate_advantages(rewards, values, args):
     """GAE of one response: advantage and return of each token. values[t] is the value before token t."""
     advantages, running, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        running = reward + args.gamma * next_value - value + args.gamma * args.gae_lambda * running
-        next_value = value
+        delta, next_value = reward + args.gamma * next_value - value, value
+        running = delta + args.gamma * args.gae_lambda * running
         advantages.insert(0, running)
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
@@ -606,7 +523,7 @@ def score_rollout(actor, reference, value_head, batch, samples, args):
         penalised = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
         advantages, returns = estimate_advantages(penalised, values.tolist(), args)
         sample |= {"old": old.cpu(), "advantages": torch.tensor(advantages), "returns": torch.tensor(returns)}
-    if not math.isfinite(sum(rewards)):
+    if not torch.tensor(rewards).isfinite().all():
         raise RuntimeError("the reward is not finite; nothing was learned from this rollout: look at the reward")
     gap = (old_N - engine_N).abs().max().item()
     return {"reward": sum(rewards) / len(rewards), "logprob_gap": gap, "kl": kl_N.mean().item()}
@@ -618,111 +535,92 @@ def update(actor, value_head, step, samples, args, generator, device):
 
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     everyone = torch.cat([sample["advantages"] for sample in samples])
-    sums = collections.Counter()
-    for _ in range(args.epochs):
-        for indices in torch.randperm(len(samples), generator=generator).chunk(args.minibatches):
-            # Each rank learns from its share, by the whole minibatch's counts: then gradients need only be added up.
-            num_tokens = sum(len(samples[i]["response"]) for i in indices)
-            part = [samples[i] for i in indices[rank::ranks].tolist()]
-            batch = make_batch(part, device, args.unfix)  # fix 2: the mask
-            num_drafted = depth_mask(batch["mtp_token_mask"], 1, batch["packed"].cu_seqlens_q, rule=args.mtp_rule).sum()
-            torch.distributed.all_reduce(num_drafted, group=parallel_state.get_data_parallel_group())
-            old_N, advantages_N, returns_N = (
-                torch.cat([sample[key] for sample in part]).to(device) for key in ("old", "advantages", "returns")
-            )
-            advantages_N = (advantages_N - everyone.mean().item()) / (everyone.std().item() + 1e-8)
-            with mtp_as_drafter(actor, args):
-                if "loss" in args.unfix:  # stock megatron-core 0.19: labels from input_ids, loss into head and trunk
-                    # Token-aligned: it rolls ids and mask itself, once more than a caller with labels wants.
-                    logits_TV = forward(actor, batch, loss_mask=batch["token_mask"])
-                    depth = stock_depth()
-                else:
-                    divided = dict(denominator=num_drafted.clamp(min=1))
-                    with patch_mtp_loss(actor, rule=args.mtp_rule, **divided) as mtp:  # fix 1
-                        logits_TV = forward(actor, batch, labels=batch["labels"], loss_mask=batch["mtp_loss_mask"])
-                    depth = mtp.depths[0]
-                ratio_N = (label_logprobs(logits_TV, batch, args.temperature) - old_N).exp()
-                clipped_N = ratio_N.clamp(1 - args.clip, 1 + args.clip)
-                policy_loss = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).sum() / num_tokens
-                # Detached: the critic must not move the policy either.
-                values_N = value_head(actor.trunk_state[:, 0].detach().float())[batch["loss_mask"][0], 0]
-                value_loss = (values_N - returns_N).square().sum() / num_tokens
-                policy_norm, mtp_norm = step(policy_loss + 0.5 * value_loss)
-            sums.update({name: float(value) for name, value in depth.items()})
-            clipped = ((ratio_N != clipped_N).float().sum() / num_tokens).item()
-            sums.update(prompts=batch["prompt_targets"].item(), clip_fraction=clipped)
-            # Equal on all ranks.
-            sums.update(updates=1 / ranks, policy_grad_norm=policy_norm / ranks, mtp_grad_norm=mtp_norm / ranks)
+    sums, norms = collections.Counter(), []
+    orders = (torch.randperm(len(samples), generator=generator) for _ in range(args.epochs))
+    for indices in (indices for order in orders for indices in order.chunk(args.minibatches)):
+        # Each rank learns from its share, by the whole minibatch's counts: then gradients need only be added up.
+        num_tokens = sum(len(samples[i]["response"]) for i in indices)
+        part = [samples[i] for i in indices[rank::ranks].tolist()]
+        batch = make_batch(part, device, args.unfix)  # fix 2: the mask
+        num_drafted = depth_mask(batch["mtp_token_mask"], 1, batch["packed"].cu_seqlens_q, rule=args.mtp_rule).sum()
+        torch.distributed.all_reduce(num_drafted, group=parallel_state.get_data_parallel_group())
+        keys = ("old", "advantages", "returns")
+        old_N, advantages_N, returns_N = (torch.cat([sample[key] for sample in part]).to(device) for key in keys)
+        advantages_N = (advantages_N - everyone.mean().item()) / (everyone.std().item() + 1e-8)
+        with mtp_as_drafter(actor, args):
+            if "loss" in args.unfix:  # stock megatron-core 0.19: labels from input_ids, loss into head and trunk
+                # Token-aligned: it rolls ids and mask itself, once more than a caller with labels wants.
+                logits_TV = forward(actor, batch, loss_mask=batch["token_mask"])
+                depth = stock_depth()
+            else:
+                with patch_mtp_loss(actor, rule=args.mtp_rule, denominator=num_drafted.clamp(min=1)) as mtp:  # fix 1
+                    logits_TV = forward(actor, batch, labels=batch["labels"], loss_mask=batch["mtp_loss_mask"])
+                depth = mtp.depths[0]
+            ratio_N = (label_logprobs(logits_TV, batch, args.temperature) - old_N).exp()
+            clipped_N = ratio_N.clamp(1 - args.clip, 1 + args.clip)
+            policy_loss = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).sum() / num_tokens
+            # Detached: the critic must not move the policy either.
+            values_N = value_head(actor.trunk_state[:, 0].detach().float())[batch["loss_mask"][0], 0]
+            value_loss = (values_N - returns_N).square().sum() / num_tokens
+            norms.append(step(policy_loss + 0.5 * value_loss))
+        sums.update({name: float(value) for name, value in depth.items()})
+        clipped = (ratio_N != clipped_N).float().sum() / num_tokens
+        sums.update(prompts=batch["prompt_targets"].item(), clipped=clipped.item())
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
     torch.distributed.all_reduce(totals, group=parallel_state.get_data_parallel_group())
     sums = dict(zip(sums, totals.tolist(), strict=True))
     tokens = max(sums["tokens"], 1)
     metrics = {"mtp_loss": sums["loss_sum"] / tokens, "mtp_top1": sums["correct"] / tokens}
-    metrics["mtp_prompt_share"] = sums["prompts"] / tokens
-    averaged = ("clip_fraction", "policy_grad_norm", "mtp_grad_norm")
-    return metrics | {name: sums[name] / sums["updates"] for name in averaged}
+    metrics |= {"mtp_prompt_share": sums["prompts"] / tokens, "clip_fraction": sums["clipped"] / len(norms)}
+    of_policy, of_mtp = zip(*norms, strict=True)
+    return metrics | {"policy_grad_norm": statistics.fmean(of_policy), "mtp_grad_norm": statistics.fmean(of_mtp)}
 
 
 def stock_depth():
     """What stock Megatron keeps of its MTP loss, in a global of its own; read and emptied."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as stock
 
-    tracker = MTPLossLoggingHelper.tracker
-    loss, tokens, correct = (tracker[f"{name}_values"].sum().item() for name in ("loss", "total", "correct"))
-    tracker.clear()
+    loss, tokens, correct = (stock.tracker.pop(f"{name}_values").sum().item() for name in ("loss", "total", "correct"))
     return {"loss_sum": loss * tokens, "tokens": tokens, "correct": correct}
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# The run
-# ------------------------------------------------------------------------------------------------------------------
-
-
+# ---- The run ---------------------------------------------------------------------------------------------------------
 class Refused(ValueError):
     """What was asked for cannot be done; nothing has been written."""
 
 
 def parse_args(argv=None):
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
+    about, formatter = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     for field in dataclasses.fields(Args):
-        kind = {"type": field.type}
-        if field.type in (bool, list):
-            kind = {"action": argparse.BooleanOptionalAction if field.type is bool else "append"}
-        kind["default"] = list(field.default) if field.type is list else field.default
-        parser.add_argument("--" + field.name.replace("_", "-"), **kind, **field.metadata)
+        how = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action="append", default=[])}
+        how = dict(default=field.default, help=field.metadata["help"]) | how.get(field.type, dict(type=field.type))
+        if isinstance(field.metadata["allowed"], list):
+            how["choices"] = field.metadata["allowed"]
+        parser.add_argument("--" + field.name.replace("_", "-"), **how)
     return Args(**vars(parser.parse_args(argv)))
 
 
 def check(args):
     """Refuses what cannot run, in one sentence, before anything is written but an empty folder --out."""
-    counts = "steps prompts epochs minibatches layers hidden heads groups ffn symbols tensor_parallel".split()
-    if small := ["--" + name.replace("_", "-") for name in counts if getattr(args, name) < 1]:
-        raise Refused(f"{' '.join(small)}: give 1 or more")
-    positive = all(0 < x < math.inf for x in (args.temperature, args.max_grad_norm, args.lr, args.mtp_lr, args.clip))
-    finite = all(map(math.isfinite, (args.gamma, args.gae_lambda, args.kl_coef)))
-    short = args.response_tokens < 4 or min(args.warmup_steps, args.save_every) < 0
-    uneven = args.heads % args.groups or args.hidden / args.heads not in (32, 64, 96, 128)
-    no_baseline = args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl")
-    ranks, tensor_parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
-    cut = any(n % tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab))
+    for field in dataclasses.fields(args):
+        value, least = getattr(args, field.name), field.metadata["allowed"]
+        if field.type in (int, float) and not least <= value < 2**63:
+            raise Refused(f"--{field.name.replace('_', '-')} is {value}, give {least} or more, and under 2**63")
     # vLLM sets LOCAL_WORLD_SIZE as well, for what this process starts; torchrun sets both.
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     several_nodes = "WORLD_SIZE" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
-    shares = args.minibatches * ranks // tensor_parallel
-    rank = int(os.environ.get("RANK", 0))
+    cut = any(n % args.tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab))
+    shares = args.minibatches * ranks // args.tensor_parallel
     on_cuda = args.device == "cuda" or args.device == "auto" and torch.cuda.is_available()
     few = f"torch sees {torch.cuda.device_count()} CUDA devices for {ranks} ranks"
+    no_baseline = args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl")
     full = os.path.isdir(args.out) and os.listdir(args.out) and not (args.overwrite or args.resume)
-    refused = [
+    for applies, sentence in [
         (args.minibatches > args.prompts, "--minibatches must be --prompts at the most"),
-        (not 8 <= args.symbols <= args.vocab, "--symbols must be 8 or more, and --vocab at the most"),
-        (short, "--response-tokens must be 4 or more, --warmup-steps and --save-every 0 or more"),
-        (not positive, "--temperature, --max-grad-norm, --lr, --mtp-lr and --clip must be above 0"),
-        (not 0 <= args.mtp_scale < math.inf, "--mtp-scale must be 0 or more"),
-        (args.temperature < 0.01, "--temperature must be 0.01 or more: vLLM samples at 0.01 below that"),
-        (not finite, "--gamma, --gae-lambda and --kl-coef must be finite numbers"),
-        (not 0 <= args.seed < 2**63, f"--seed is {args.seed}, give 0 to 2**63 - 1"),
-        (uneven, "--hidden must be --heads times 32, 64, 96 or 128, and --heads a multiple of --groups"),
+        (args.symbols > args.vocab, "--symbols must be --vocab at the most"),
+        (args.heads % args.groups, "--heads must be a multiple of --groups"),
+        (args.hidden / args.heads not in (32, 64, 96, 128), "--hidden must be --heads times 32, 64, 96 or 128"),
         (on_cuda and torch.cuda.device_count() < ranks, f"--device is {args.device}, but {few}: give cpu"),
         (no_baseline, f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run"),
         (cut, "--tensor-parallel must divide torchrun's number of ranks, --heads, --groups, --ffn and --vocab"),
@@ -730,8 +628,7 @@ def check(args):
         (ranks > 1 and "loss" in args.unfix, "--unfix loss wants one rank: stock Megatron counts on each rank alone"),
         (several_nodes, "torchrun started ranks on several nodes, give it --nnodes 1"),
         (full and not rank, f"--out {args.out} is not empty, give another folder or --overwrite"),
-    ]  # fmt: skip
-    for applies, sentence in refused:
+    ]:  # fmt: skip
         if applies:
             raise Refused(sentence)
     try:
@@ -741,35 +638,11 @@ def check(args):
         raise Refused(f"--out {args.out} cannot be written ({error}), give another folder") from error
 
 
-@contextlib.contextmanager
-def quiet(verbose):
-    """Holds back what Megatron, vLLM and their C++ parts write to stderr; after an error all of it is shown."""
-    if verbose:
-        yield
-        return
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except Exception:
-            held.seek(0)
-            os.write(stderr, held.read())
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-
-
 def problems_of(metrics, args, device):
     """What a run must not pass over in silence."""
-    agreement = metrics["replay_agreement"]
     if metrics["accept_rate"] == 0:
         yield "No draft was accepted: a drafter without weights, or with another model's?"
-    if args.drafter == "synced" and agreement is not None and agreement < 0.99:
+    if args.drafter == "synced" and (agreement := metrics["replay_agreement"]) is not None and agreement < 0.99:
         yield "The engine does not draft what the trainer would."
     if device == "cpu" and metrics["logprob_gap"] > 1e-2:
         yield "Trainer and engine differ in log-probs: weights not in step, or another temperature?"
@@ -779,16 +652,6 @@ COLUMNS = {  # printed each step; metrics.jsonl has everything
     "step": "{:4d}", "reward": "{:6.3f}", "accept_rate": "{:.3f}", "replay_agreement": "{:.4f}", "mtp_loss": "{:.3f}",
     "kl": "{:6.3f}", "logprob_gap": "{:.1e}", "rollout_s": "{:.2f}", "train_s": "{:.2f}", "sync_s": "{:.2f}",
 }  # fmt: skip
-
-
-def live_tensors(actor, value_head, drafter, masters, optimizer):
-    """{name: tensor} of all that the next step depends on, as it is in use: to save from and to restore into."""
-    tensors = {f"actor.{name}": p for name, p in actor.named_parameters()}
-    tensors |= {f"value_head.{name}": p for name, p in value_head.named_parameters()}
-    tensors |= {f"drafter.{name}": tensor for name, tensor in drafter.items()}
-    for i, master in enumerate(masters.values()):
-        tensors |= {f"master.{i}": master} | {f"adam.{i}.{name}": t for name, t in optimizer.state[master].items()}
-    return tensors
 
 
 def save_state(args, step_number, tensors, generator):
@@ -801,105 +664,111 @@ def save_state(args, step_number, tensors, generator):
     torch.distributed.all_gather_object(shards, tensors, group=parallel_state.get_tensor_model_parallel_group())
     if torch.distributed.get_rank() == 0:
         whole = {f"{rank}.{name}": tensor for rank, shard in enumerate(shards) for name, tensor in shard.items()}
-        metadata = {"step": str(step_number), "args": json.dumps(vars(args))}
-        save_whole(f"{args.out}/state.safetensors", whole | {"generator": generator.get_state()}, metadata)
+        lines = open(f"{args.out}/metrics.jsonl").read() if step_number else ""
+        metadata = {"step": str(step_number), "args": json.dumps(vars(args)), "metrics": lines}
+        save_file(whole | {"generator": generator.get_state()}, f"{args.out}/new", metadata=metadata)
+        os.replace(f"{args.out}/new", f"{args.out}/state.safetensors")  # a kill leaves the last one whole
 
 
 def load_state(folder):
-    """(args of the run, next step, tensors, lines of metrics.jsonl) of the last save, or Refused."""
+    """(args of the run, next step, tensors, text of metrics.jsonl) of the last save, or Refused."""
     path = f"{folder}/state.safetensors"
     try:
         with safe_open(path, "pt") as file:
-            args, first_step = Args(**json.loads(file.metadata()["args"])), int(file.metadata()["step"])
-            saved = {name: file.get_tensor(name) for name in file.keys()}
+            metadata, saved = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        state = Args(**json.loads(metadata["args"])), int(metadata["step"]), saved, metadata["metrics"]
         path = f"{folder}/reference/model.safetensors"
-        with safe_open(path, "pt"):  # whole?
-            pass
-        path = f"{folder}/metrics.jsonl"
-        lines = pathlib.Path(path).read_text().splitlines(keepends=True)[:first_step] if first_step else []
-        if [json.loads(line)["step"] for line in lines] != list(range(first_step)):
-            raise ValueError(f"wanted a line for each step before {first_step}")
+        safe_open(path, "pt")  # whole?
+        return state
     except Exception as error:
         said = f"--resume {folder}: {path} is not that of a run with a save ({type(error).__name__}: {error})"
         raise Refused(said) from error
-    return args, first_step, saved, lines
 
 
-def num_parameters(module):
-    """Of the whole module: a shard counts for every tensor-parallel rank."""
-    shards, parameters = module.config.tensor_model_parallel_size, list(module.parameters())
+def restore(tensors, generator, saved, lines, args):
+    """What load_state read, into what is in use; the steps after the save will be made again."""
+    generator.set_state(saved.pop("generator"))
+    of_rank = f"{torch.distributed.get_rank() % args.tensor_parallel}."
+    saved = {name.removeprefix(of_rank): tensor for name, tensor in saved.items() if name.startswith(of_rank)}
+    if {name: t.shape for name, t in saved.items()} != {name: t.shape for name, t in tensors.items()}:
+        raise Refused(f"--resume {args.out}: state.safetensors holds another model's tensors")
+    fill(tensors, saved)
+    pathlib.Path(f"{args.out}/metrics.jsonl").write_text(lines)  # on every rank the same
+
+
+def num_parameters(*modules):
+    """Of whole modules: a shard counts for every tensor-parallel rank."""
+    shards, parameters = modules[0].config.tensor_model_parallel_size, [p for m in modules for p in m.parameters()]
     return sum(p.numel() * (shards if getattr(p, "tensor_model_parallel", False) else 1) for p in parameters)
 
 
-def timings(clock, samples, metrics, actor, baseline):
-    """Seconds of a step's parts, and whether drafting paid."""
-    seconds = dict(zip(("rollout_s", "train_s", "sync_s"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
-    seconds["rollout_tokens_per_s"] = sum(len(sample["response"]) for sample in samples) / seconds["rollout_s"]
+def report(step_number, metrics, samples, clock, actor, args):
+    """One aligned line a step on the screen; all of it, with seconds and whether drafting paid, in metrics.jsonl."""
+    line = {"step": step_number} | metrics
+    line |= {name: clock[i + 1] - clock[i] for i, name in enumerate(("rollout_s", "train_s", "sync_s"))}
+    line["rollout_tokens_per_s"] = rate = sum(len(sample["response"]) for sample in samples) / line["rollout_s"]
     if metrics["accept_length"]:
         # Cost by parameters read, which is what decoding is bound by: MTP layer and head over trunk and head.
-        head, mtp, trunk = map(num_parameters, (actor.output_layer, actor.mtp, actor.decoder))
-        seconds |= spec_metrics.speedup_estimate(metrics["accept_length"], (mtp + head) / (trunk + head))
-    if baseline:
-        seconds["spec/speedup_measured"] = seconds["rollout_tokens_per_s"] / baseline
-    return seconds
-
-
-def report(lines, args):
-    """One aligned line a step on the screen, all of it in metrics.jsonl."""
-    line = lines[-1]
+        drafted, verified = (num_parameters(part, actor.output_layer) for part in (actor.mtp, actor.decoder))
+        line |= spec_metrics.speedup_estimate(metrics["accept_length"], drafted / verified)
+    if args.baseline:
+        of_none = [json.loads(line)["rollout_tokens_per_s"] for line in open(f"{args.baseline}/metrics.jsonl")]
+        line["spec/speedup_measured"] = rate / statistics.median(of_none)
     with open(f"{args.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
-    cells = ["-" if line[name] is None else form.format(line[name]) for name, form in COLUMNS.items()]
-    per_step = sum(line["rollout_s"] + line["train_s"] + line["sync_s"] for line in lines) / len(lines)
-    cells = [cell.rjust(len(name)) for name, cell in zip(COLUMNS, cells, strict=True)]
-    print(*cells, f" {per_step * (args.steps - line['step'] - 1):.0f} s left", flush=True)
+    cells = {name: "-" if line[name] is None else form.format(line[name]) for name, form in COLUMNS.items()}
+    left = (clock[-1] - clock[0]) * (args.steps - step_number - 1)
+    print(*(cell.rjust(len(name)) for name, cell in cells.items()), f" {left:.0f} s left", flush=True)
 
 
-def draw(path, lines):
+def draw(folder):
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
-    figure = Figure(figsize=(6, 3.5))
+    lines, figure = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")], Figure(figsize=(6, 3.5))
     axes = figure.add_subplot(xlabel="PPO step", ylim=(0, 1))
     for name, label in (("reward", "reward"), ("accept_rate", "acceptance")):
         if lines[0][name] is not None:
             axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=label)
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
-def clip_gradients(parameters, masters, max_norm):
-    """Returns the norm over all tensor-parallel ranks: of every shard, and once of what each rank holds whole."""
-    from megatron.core import parallel_state
-
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    counted = [masters[p].grad for p in parameters if first or getattr(p, "tensor_model_parallel", False)]
-    # In float64 square and root undo each other exactly.
-    square = torch.nn.utils.get_total_norm([grad for grad in counted if grad is not None]).double().square()
-    torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
-    norm = square.sqrt().float()
-    torch.nn.utils.clip_grads_with_norm_([masters[p] for p in parameters], max_norm, norm)
-    return norm.item()
+    figure.savefig(f"{folder}/curves.png", dpi=120, bbox_inches="tight")
 
 
 def build_trainer(args, hf_config, device, dtype):
-    """The actor, its value head, float32 masters with one Adam (policy and MTP layer apart), and its step."""
+    """Actor, value head, drafter; Adam on float32 masters (policy and MTP layer apart), its step; all their tensors."""
     from megatron.core import parallel_state
 
     recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    torch.manual_seed(args.seed)
     settings = (recompute if args.recompute else {}) | dict(tensor_parallel=args.tensor_parallel)
+    torch.manual_seed(args.seed)
     actor = build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings).to(device)
     actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
+    drafter = {name: p.detach().clone() for name, p in actor.mtp.named_parameters()}  # what the engine drafts with
     of_mtp = list(actor.mtp.parameters())
-    of_policy = [p for p in [*actor.parameters(), *value_head.parameters()] if not any(p is q for q in of_mtp)]
+    of_policy = [p for name, p in actor.named_parameters() if not name.startswith("mtp.")] + [*value_head.parameters()]
     # Most of Adam's steps are smaller than bf16 can tell; a float32 weight is its own master.
     masters = {p: p if p.dtype == torch.float32 else p.detach().float() for p in of_policy + of_mtp}
     groups = [{"params": [masters[p] for p in of_policy]}, {"params": [masters[p] for p in of_mtp], "lr": args.mtp_lr}]
     optimizer = torch.optim.Adam(groups, lr=args.lr)
-    for master in masters.values():  # Adam makes these at its first step; a resumed run fills them before
-        zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[master] = {"step": torch.tensor(0.0)} | zeros
+    # All that the next step depends on, as it is in use: to save from and to restore into.
+    modules = torch.nn.ModuleDict(dict(actor=actor, value_head=value_head))
+    tensors = dict(modules.named_parameters()) | {f"drafter.{name}": tensor for name, tensor in drafter.items()}
+    for i, master in enumerate(masters.values()):
+        # Adam makes these at its first step; a resumed run fills them before.
+        adam = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+        tensors |= {f"master.{i}": master} | {f"adam.{i}.{name}": tensor for name, tensor in adam.items()}
+        optimizer.state[master] = adam
+
+    def clip(parameters):
+        """Returns the norm over all tensor-parallel ranks: of every shard, and once of what each rank holds whole."""
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        counted = [masters[p].grad for p in parameters if first or getattr(p, "tensor_model_parallel", False)]
+        # In float64 square and root undo each other exactly.
+        square = torch.nn.utils.get_total_norm([grad for grad in counted if grad is not None]).double().square()
+        torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
+        norm = square.sqrt().float()
+        torch.nn.utils.clip_grads_with_norm_([masters[p] for p in parameters], args.max_grad_norm, norm)
+        return norm.item()
 
     def step(loss):
         loss.backward()
@@ -907,8 +776,7 @@ def build_trainer(args, hf_config, device, dtype):
             master.grad = None if parameter.grad is None else parameter.grad.float()
             if master.grad is not None and parallel_state.get_data_parallel_world_size() > 1:
                 torch.distributed.all_reduce(master.grad, group=parallel_state.get_data_parallel_group())
-        # Clipped apart: together, a large MTP gradient would shrink the policy's update.
-        norms = [clip_gradients(parameters, masters, args.max_grad_norm) for parameters in (of_policy, of_mtp)]
+        norms = clip(of_policy), clip(of_mtp)  # apart: together, a large MTP gradient would shrink the policy's update
         optimizer.step()
         with torch.no_grad():
             for parameter, master in masters.items():
@@ -916,37 +784,26 @@ def build_trainer(args, hf_config, device, dtype):
                 parameter.grad = None
         return norms
 
-    return actor, value_head, masters, optimizer, step
+    return actor, value_head, drafter, optimizer, step, tensors
 
 
-def from_first_rank(value):
-    box = [value]
-    torch.distributed.broadcast_object_list(box)
-    return box[0]
-
-
-def train(args, first_step=0, saved=None, lines=()):
+def train(args, first_step=0, saved=None, lines=""):
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     hf_config = mimo_config(
         num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
         ffn_size=args.ffn, vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
     )  # fmt: skip
-    started, baseline = time.perf_counter(), None
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # the first one speaks for all
-    if args.baseline:
-        of_baseline = pathlib.Path(f"{args.baseline}/metrics.jsonl").read_text().splitlines()
-        baseline = statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in of_baseline)
+    started = time.perf_counter()
     torch.set_num_threads(1)  # at this size a second thread costs more than it brings
-    with quiet(args.verbose):
-        init_megatron(device, rank=rank, world_size=world_size, tensor_parallel=args.tensor_parallel)
-        actor, value_head, masters, optimizer, step = build_trainer(args, hf_config, device, dtype)
+    init_megatron(device, args.tensor_parallel)
+    if rank := torch.distributed.get_rank():
+        sys.stdout = open(os.devnull, "w")  # the first one speaks for all
+    actor, value_head, drafter, optimizer, step, tensors = build_trainer(args, hf_config, device, dtype)
     generator = torch.Generator().manual_seed(args.seed)
-    drafter = {name: p.detach().clone() for name, p in actor.mtp.named_parameters()}  # what the engine drafts with
-    tensors = live_tensors(actor, value_head, drafter, masters, optimizer)
-    if saved is None:
+    if saved:
+        restore(tensors, generator, saved, lines, args)
+    else:
         if args.overwrite and rank == 0:
             shutil.rmtree(args.out)
         print(f"warm-up, {args.warmup_steps} steps", flush=True)
@@ -954,16 +811,6 @@ def train(args, first_step=0, saved=None, lines=()):
         fill(drafter, dict(actor.mtp.named_parameters()))
         write_checkpoint(actor, hf_config, f"{args.out}/reference")
         torch.distributed.barrier()
-    else:
-        generator.set_state(saved.pop("generator"))
-        of_rank = f"{rank % args.tensor_parallel}."
-        saved = {name.removeprefix(of_rank): tensor for name, tensor in saved.items() if name.startswith(of_rank)}
-        if {name: t.shape for name, t in saved.items()} != {name: t.shape for name, t in tensors.items()}:
-            raise Refused(f"--resume {args.out}: state.safetensors holds another model's tensors")
-        fill(tensors, saved)
-        with open(f"{args.out}/metrics.jsonl", "a") as file:  # on every rank, to the same length
-            file.truncate(sum(map(len, lines)))  # the lines after the save will be made again
-    lines = [json.loads(line) for line in lines]
     settings = dict(dtype=dtype, tensor_parallel=args.tensor_parallel)
     reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, **settings).to(device)
     num_saved = num_parameters(actor) - num_parameters(reference)
@@ -971,17 +818,14 @@ def train(args, first_step=0, saved=None, lines=()):
     print(f"reference: {saving}, {0 if 'ref' in args.unfix else 2} MTP forward passes a step not run", flush=True)
 
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
-    with quiet(args.verbose):
-        write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=drafter)
-        llm = rank == 0 and start_engine(
-            f"{args.out}/checkpoint", process=args.engine == "process" or world_size > 1,
-            speculate=args.drafter != "none",
-            dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts, enforce_eager=device == "cpu",
-            gpu_memory_utilization=0.3,
-        )  # fmt: skip
+    write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=drafter)
+    llm = rank == 0 and start_engine(
+        f"{args.out}/checkpoint", process=args.engine == "process" or torch.distributed.get_world_size() > 1,
+        speculate=args.drafter != "none", dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts,
+        enforce_eager=device == "cpu", gpu_memory_utilization=0.3,
+    )  # fmt: skip
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
-    print(f"{time.perf_counter() - started:.0f} s; PPO", flush=True)
-    print(*COLUMNS, flush=True)
+    print(f"{time.perf_counter() - started:.0f} s; PPO\n{' '.join(COLUMNS)}", flush=True)
 
     for step_number in range(first_step, args.steps):
         if args.save_every and step_number % args.save_every == 0:
@@ -989,24 +833,24 @@ def train(args, first_step=0, saved=None, lines=()):
         optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.9 * step_number / args.steps)
         clock = [time.perf_counter()]
         prompts = make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
-        samples, outputs = sample(llm, prompts, args, step_number) if llm else (None, None)
-        samples = from_first_rank(samples)
+        rollout = [sample(llm, prompts, args, step_number) if llm else None]
+        torch.distributed.broadcast_object_list(rollout)  # from rank 0, beside which the engine runs
+        samples = rollout[0]
         clock.append(time.perf_counter())
 
         batch = make_batch(samples, device)
         metrics = score_rollout(actor, reference, value_head, batch, samples, args)  # fix 4
         drafts = trainer_drafts(actor, batch)
-        metrics |= from_first_rank(llm and acceptance(samples, outputs, drafts, args))  # fix 6
+        metrics |= acceptance(samples, drafts, args)  # fix 6
         if problems := list(problems_of(metrics, args, device)):
-            causes = drafts_by_cause(actor, batch, drafter)
-            if llm:
-                print("WARNING:", *problems, explain_first(samples, drafts, causes), file=sys.stderr, flush=True)
+            told = explain_first(samples, drafts, drafts_by_cause(actor, batch, drafter))
+            if rank == 0:
+                print("WARNING:", *problems, told, file=sys.stderr, flush=True)
         metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
         clock.append(time.perf_counter())
 
         named_tensors = megatron_to_hf(actor.named_parameters(), hf_config)
-        if "parity" in args.unfix:
-            named_tensors = unswap(named_tensors)
+        named_tensors = unswap(named_tensors) if "parity" in args.unfix else named_tensors
         to_drafter = args.drafter == "synced" and "sync" not in args.unfix
         if llm:
             sync_weights(llm, named_tensors, drafter=to_drafter)  # fix 5
@@ -1016,24 +860,22 @@ def train(args, first_step=0, saved=None, lines=()):
             fill(drafter, dict(actor.mtp.named_parameters()))
         clock.append(time.perf_counter())
 
-        lines.append({"step": step_number} | metrics | timings(clock, samples, metrics, actor, baseline))
-        if llm:
-            report(lines, args)
+        if rank == 0:
+            report(step_number, metrics, samples, clock, actor, args)
 
     write_checkpoint(actor, hf_config, f"{args.out}/checkpoint")
     if args.save_every:
         save_state(args, args.steps, tensors, generator)
-    if llm:
-        draw(f"{args.out}/curves.png", lines)
+    if rank == 0:
+        draw(args.out)
 
 
 def main(argv=None):
     args, state, rank = parse_args(argv), (), int(os.environ.get("RANK", 0))
     try:
         if args.resume:
-            verbose, folder = args.verbose, args.resume
-            args, *state = load_state(folder)
-            args.out, args.resume, args.verbose = folder, folder, verbose
+            saved, *state = load_state(args.resume)
+            args = dataclasses.replace(saved, out=args.resume, resume=args.resume, verbose=args.verbose)
         check(args)
         train(args, *state)
         return 0
@@ -1049,7 +891,7 @@ def main(argv=None):
         said += f"; go on from the last save with --resume {args.out}"
     if rank and code == 1:  # mostly all ranks fail alike: torchrun ends this one, and the first one's message is enough
         time.sleep(10)
-    if rank == 0 and "Connection closed by peer" not in said or rank and code == 1:
+    if (rank == 0 or code == 1) and "Connection closed by peer" not in said:  # that is another rank's failure
         print(f"train_mimo.py: {said}", file=sys.stderr)
     return code
 

@@ -48,7 +48,13 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import train_mimo  # noqa: E402
-from drafter_sync import drafter_fingerprint, hf_to_megatron, megatron_to_hf, sync_weights  # noqa: E402
+from drafter_sync import (  # noqa: E402
+    DrafterSyncExtension,
+    drafter_fingerprint,
+    hf_to_megatron,
+    megatron_to_hf,
+    sync_weights,
+)
 from mtp_loss import patch_mtp_loss  # noqa: E402
 from mtp_recompute import patch_mtp_recompute  # noqa: E402
 from ref_disable import skip_mtp, without_mtp_config  # noqa: E402
@@ -78,7 +84,7 @@ if os.environ.get("BENCH_IMPORT_IPC"):  # in vLLM's worker too, before it looks 
     import_ipc_engine()
 
 
-class PushWorker(train_mimo.SmokeWorker):
+class PushWorker(DrafterSyncExtension):
     """Also tells how far memory rose in vLLM's worker."""
 
     def bench_memory_reset(self):

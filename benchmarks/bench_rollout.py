@@ -213,12 +213,12 @@ def ppo_step(trainer, reference, llm, args, step_number, generator, device, hf_c
         clock.append(time.perf_counter())
 
     prompts = train_mimo.make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
-    samples, outputs = train_mimo.sample(llm, prompts, args, step_number)
+    samples = train_mimo.sample(llm, prompts, args, step_number)
     tick()
     batch = train_mimo.make_batch(samples, device)
     metrics = train_mimo.score_rollout(trainer.actor, reference, trainer.value_head, batch, samples, args)
     drafts = train_mimo.trainer_drafts(trainer.actor, batch)
-    metrics |= train_mimo.acceptance(samples, outputs, drafts, args)
+    metrics |= train_mimo.acceptance(samples, drafts, args)
     tick()
     metrics |= train_mimo.update(trainer.actor, trainer.value_head, trainer.step, samples, args, generator, device)
     tick()
@@ -486,9 +486,9 @@ def speculating(options, args, hf_config, device, dtype, result, save):
 
     # After the push the trainer's drafts must predict what the engine accepted.
     prompts = train_mimo.make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
-    samples, outputs = train_mimo.sample(llm, prompts, args, 1_000_000)
+    samples = train_mimo.sample(llm, prompts, args, 1_000_000)
     drafts = train_mimo.trainer_drafts(actor, train_mimo.make_batch(samples, device))
-    result["after_push"] = train_mimo.acceptance(samples, outputs, drafts, args)
+    result["after_push"] = train_mimo.acceptance(samples, drafts, args)
     print(f"after the push: replay agreement {result['after_push']['replay_agreement']:.4f}", flush=True)
 
 

@@ -77,14 +77,9 @@ def run_on_ranks(world_size, function, *args, tensor_parallel=1, context_paralle
 
 def _rank(rank, world_size, tensor_parallel, context_parallel, folder, function, args):
     torch.set_num_threads(1)
-    train_mimo.init_megatron(
-        "cpu",
-        rank=rank,
-        world_size=world_size,
-        tensor_parallel=tensor_parallel,
-        context_parallel=context_parallel,
-        store=torch.distributed.FileStore(f"{folder}/store", world_size),
-    )
+    store = torch.distributed.FileStore(f"{folder}/store", world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    train_mimo.init_megatron("cpu", tensor_parallel, context_parallel)
     result = function(rank, *args)
     torch.save(result, f"{folder}/{rank}")
     torch.distributed.barrier()

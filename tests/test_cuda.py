@@ -83,31 +83,31 @@ def test_a_push_leaves_what_a_fresh_engine_has_and_the_trainer_predicts_its_deci
     model, folder = policy
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", v2_runner)
     llm = start(folder)
-    fresh, (before, outputs) = drafter_fingerprint(llm), sampled(llm)
+    fresh, before = drafter_fingerprint(llm), sampled(llm)
     batch = train_mimo.make_batch(before, "cuda")
-    metrics = train_mimo.acceptance(before, outputs, train_mimo.trainer_drafts(model, batch), ARGS)
+    metrics = train_mimo.acceptance(before, train_mimo.trainer_drafts(model, batch), ARGS)
     assert metrics["replay_agreement"] >= 0.99 and 0.3 < metrics["accept_rate"] < 1
     report = push_others(llm)
     assert (report.target_loaded, report.drafter_loaded) == (17, 11)
     held = drafter_fingerprint(llm)
     assert all(held[name] != fresh[name] for name in fresh)
-    assert tokens_and_decisions(sampled(llm)[0]) != tokens_and_decisions(before)
+    assert tokens_and_decisions(sampled(llm)) != tokens_and_decisions(before)
     push(llm, model, bucket_bytes=100_000)  # smaller than a matrix, so that layers are split
     assert drafter_fingerprint(llm) == fresh
-    assert tokens_and_decisions(sampled(llm)[0]) == tokens_and_decisions(before)
+    assert tokens_and_decisions(sampled(llm)) == tokens_and_decisions(before)
     llm.llm_engine.engine_core.shutdown()
 
 
 def test_fp8_weights_and_scales_after_a_push_are_those_of_an_engine_that_quantised_at_load(policy):
     model, folder = policy
     llm = start(folder, quantization="fp8")
-    fresh, before = drafter_fingerprint(llm), sampled(llm)[0]
+    fresh, before = drafter_fingerprint(llm), sampled(llm)
     assert sum(name.endswith("weight_scale") for name in fresh) >= 4, "no layer of the drafter is quantised"
     push_others(llm)
     assert drafter_fingerprint(llm).keys() == fresh.keys() and drafter_fingerprint(llm) != fresh
     push(llm, model)
     assert drafter_fingerprint(llm) == fresh
-    assert tokens_and_decisions(sampled(llm)[0]) == tokens_and_decisions(before)
+    assert tokens_and_decisions(sampled(llm)) == tokens_and_decisions(before)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -116,7 +116,7 @@ def test_after_sleep_1_and_2_a_whole_push_restores_all_and_one_of_the_target_alo
 ):
     model, folder = policy
     llm = start(folder, enable_sleep_mode=True)
-    fresh, before = drafter_fingerprint(llm), sampled(llm)[0]
+    fresh, before = drafter_fingerprint(llm), sampled(llm)
     for level in (1, 2):
         llm.sleep(level=level)
         llm.wake_up(tags=["weights"])
@@ -126,7 +126,7 @@ def test_after_sleep_1_and_2_a_whole_push_restores_all_and_one_of_the_target_alo
         push(llm, model)
         llm.wake_up(tags=["kv_cache"])
         assert drafter_fingerprint(llm) == fresh
-        assert tokens_and_decisions(sampled(llm)[0]) == tokens_and_decisions(before)
+        assert tokens_and_decisions(sampled(llm)) == tokens_and_decisions(before)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -22,7 +22,7 @@ from drafter_sync import (
 from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import skip_mtp
-from spec_metrics import counts_from_vllm, counts_from_vllm_counters, replay_acceptance, summarize
+from spec_metrics import counts_from_vllm_counters, replay_acceptance, summarize
 
 TINY = dict(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)  # as build_tiny
 DOCUMENTS = [[3, 9, 27, 18, 54], [5, 6], [60, 1, 2, 3, 4, 5, 6]]
@@ -223,7 +223,7 @@ def push(engine, seed, **settings):
 
 
 def sample(llm, temperature=0.0, num=40, tokens=40, seed=0):
-    """Samples and outputs as train_mimo makes them; prompts of 2 to 8 tokens."""
+    """Samples as train_mimo makes them; prompts of 2 to 8 tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [(torch.randint(64, (2 + i % 7,), generator=generator).tolist(), tokens) for i in range(num)]
     args = train_mimo.Args(temperature=temperature, seed=seed)
@@ -254,7 +254,7 @@ def test_the_engine_decides_and_scores_as_the_trainer_predicts_before_and_after_
     for seed in (1, 2):
         report = push(engine, seed, bucket_bytes=50_000)  # smaller than a matrix, so that layers are split
         assert (report.target_loaded, report.drafter_loaded) == (17, 11)
-        samples, _ = sample(llm)
+        samples = sample(llm)
         agreed, total = agreement(model, samples)
         assert total > 1000 and agreed == total
         assert logprob_gap(model, samples, temperature=1.0) < 1e-4
@@ -268,11 +268,11 @@ def test_the_push_resets_the_prefix_cache_and_reaches_the_drafter_only_when_told
     for seed in range(10, 20):
         assert push(engine, seed, drafter=False, verify="sample").drafter_loaded == 0
     assert drafter_fingerprint(llm) == before
-    agreed, total = agreement(model, sample(llm)[0])
+    agreed, total = agreement(model, sample(llm))
     assert agreed < 0.95 * total, "the frozen drafter drafts with old weights"
     sync_weights(llm, dict(megatron_to_hf(model.named_parameters(), hf_config)))
     assert drafter_fingerprint(llm) != before
-    agreed, total = agreement(model, sample(llm)[0])
+    agreed, total = agreement(model, sample(llm))
     assert agreed == total
 
 
@@ -281,7 +281,7 @@ def test_halves_that_are_not_swapped_load_without_an_error_and_the_replay_shows_
     llm, model, hf_config = engine
     push(engine, 4)
     sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
-    agreed, total = agreement(model, sample(llm)[0])
+    agreed, total = agreement(model, sample(llm))
     assert agreed < total
 
 
@@ -310,7 +310,7 @@ def test_a_bad_push_names_the_tensor_says_what_the_engine_holds_and_the_next_who
     with pytest.raises(DrafterSyncError, match=r"layers\.1\.self_attn\.[kx]_proj.*(mixed weights|unchanged)"):
         sync_weights(llm, broken(pairs, how), bucket_bytes=20_000)
     push(engine, 6)
-    agreed, total = agreement(model, sample(llm, num=8)[0])
+    agreed, total = agreement(model, sample(llm, num=8))
     assert agreed == total
 
 
@@ -343,7 +343,7 @@ def test_requests_in_flight_are_refused(engine):
 def test_at_temperature_0_7_the_ratio_is_1(engine):
     llm, model, _ = engine
     push(engine, 8)
-    samples, _ = sample(llm, temperature=0.7)
+    samples = sample(llm, temperature=0.7)
     assert logprob_gap(model, samples, temperature=0.7) < 1e-4
     assert logprob_gap(model, samples, temperature=1.0) > 0.1, "raw log-probs would not do"
     agreed, total = agreement(model, samples)
@@ -379,7 +379,7 @@ def test_samples_with_speculation_follow_the_policy_only_with_the_sampler_mended
     push(engine, 9)
     assert second_token_distance(engine) < 1.5
     mended = rejection_sampler.expand_batch_to_tokens
-    if mended.__module__ != "train_mimo":
+    if mended.__module__ != "drafter_sync":
         pytest.skip("this vLLM does not have the fault")
 
     def before(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
@@ -399,8 +399,8 @@ def test_counters_records_and_replay_reconcile_on_a_real_run(engine):
     llm, model, _ = engine
     push(engine, 10)
     before = llm.get_metrics()
-    samples, outputs = sample(llm, temperature=1.0)
-    records, total = counts_from_vllm(outputs), counts_from_vllm_counters(before, llm.get_metrics())
+    samples = sample(llm, temperature=1.0)
+    records, total = [s["counts"] for s in samples], counts_from_vllm_counters(before, llm.get_metrics())
     assert total.draft_tokens == sum(r.draft_tokens for r in records)
     assert total.accepted_tokens == sum(r.accepted_tokens for r in records)
     assert total.verify_steps == sum(r.verify_steps for r in records)
@@ -419,20 +419,17 @@ def test_each_planted_fault_is_named(engine):
     def named(samples):
         batch = train_mimo.make_batch(samples, "cpu")
         drafts = train_mimo.trainer_drafts(model, batch)
-        start = 0
-        for s in samples:
-            s["start"], start = start, start + len(s["prompt"]) + len(s["response"])
         return train_mimo.explain_first(samples, drafts, train_mimo.drafts_by_cause(model, batch, pushed))
 
-    assert named(sample(llm)[0]) == ""
+    assert named(sample(llm)) == ""
     sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
-    assert "halves of input_proj not swapped" in named(sample(llm)[0])
+    assert "halves of input_proj not swapped" in named(sample(llm))
     push(engine, 11)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.mtp.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    assert "stale drafter" in named(sample(llm)[0])
+    assert "stale drafter" in named(sample(llm))
 
 
 @pytest.mark.engine
@@ -485,7 +482,7 @@ def test_two_workers_in_processes_of_their_own_decide_as_predicted_and_hold_what
     push(two_workers[:3], 21, bucket_bytes=50_000)
     assert all(digest != fresh[name] for name, digest in drafter_fingerprint(llm).items())
     assert {name.split("@")[1] for name in fresh} == {"0", "1"}
-    agreed, total = agreement(model, sample(llm)[0])
+    agreed, total = agreement(model, sample(llm))
     assert agreed == total > 1000
     with pytest.raises(DrafterSyncError, match="k_proj.* mixed weights"):
         sync_weights(llm, broken(megatron_to_hf(model.named_parameters(), hf_config), "NaN"), bucket_bytes=50_000)

@@ -33,6 +33,12 @@ def children(pid):
     return found
 
 
+def command_line(pid):
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
 def wait_until_gone(pid):
     while children(pid):
         time.sleep(0.1)
@@ -123,34 +129,27 @@ def test_an_engine_killed_in_the_middle_of_a_rollout_ends_the_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "which, moment",
-    [  # not Ctrl-C while vLLM starts in a process of its own: its poll there can miss it, a second one ends the run
-        (signal.SIGINT, "in a step"),
-        (signal.SIGTERM, "in a step"),
-        (signal.SIGTERM, "while vLLM starts"),
-        (signal.SIGKILL, "in a step"),
-        (signal.SIGKILL, "while vLLM starts"),
-    ],
-)
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["in a step", "as vLLM starts", "while vLLM loads"])
 def test_no_signal_leaves_a_process_or_shared_memory(tmp_path, which, moment):
     before = shared_memory()
     run = Run(tmp_path / "out", *TINY, "--engine", "process", "--steps", "1000")
     if moment == "in a step":
         run.wait_for_step(1)
-    else:
-        run.wait_until(
-            lambda: any(Path(f"/proc/{pid}/comm").read_text().startswith("VLLM") for pid in children(run.pid))
-        )
+    else:  # the engine's process is there, or vLLM has imported itself and given it a name
+        name = "spawn_main" if moment == "as vLLM starts" else "VLLM"
+        run.wait_until(lambda: any(name in command_line(pid) for pid in children(run.pid)))
     if which == signal.SIGINT:  # a terminal sends it to all
         run.kill(which)
-        assert run.code == 130 and run.stderr.startswith("train_mimo.py: interrupted") and run.stderr.count("\n") == 1
+        said = run.stderr.splitlines()
+        if moment == "as vLLM starts":  # a Python that has not come to our first line yet has words of its own for it
+            said = [line for line in said if line.startswith("train_mimo.py")]
+        assert run.code == 130 and len(said) == 1 and said[0].startswith("train_mimo.py: interrupted"), run.stderr
     else:
         os.kill(run.pid, which)
         assert run.wait().code == -which
     wait_until_gone(run.pid)
-    if moment == "in a step":  # killed while it starts, vLLM can leave a semaphore of 32 bytes
-        assert shared_memory() <= before
+    assert shared_memory() <= before
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def cut(path, share):
 
 
 def other_metadata(path, **changes):
-    metadata = {"step": "2", "args": "{}"} | changes
+    metadata = {"step": "2", "args": "{}", "metrics": ""} | changes
     save_file(load_file(path), path, metadata={key: value for key, value in metadata.items() if value is not None})
 
 
@@ -182,9 +181,6 @@ SPOILT = {
     "arguments of another program": lambda out: other_metadata(out / "state.safetensors", args='{"colour": "red"}'),
     "no reference": lambda out: shutil.rmtree(out / "reference"),
     "a reference cut short": lambda out: cut(out / "reference" / "model.safetensors", 0.5),
-    "no metrics": lambda out: (out / "metrics.jsonl").unlink(),
-    "metrics that lack a step": lambda out: (out / "metrics.jsonl").write_text('{"step": 1}\n'),
-    "metrics that are no JSON": lambda out: (out / "metrics.jsonl").write_text("reward 1\n" * 7),
 }
 
 
@@ -202,6 +198,15 @@ def test_a_save_that_is_none_is_refused_by_name_and_nothing_is_written(whole_run
 
 
 @pytest.mark.engine
+def test_metrics_that_were_lost_come_back_from_the_save(whole_run, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(whole_run.out, out)
+    (out / "metrics.jsonl").unlink()
+    run = go_on(out).wait()
+    assert run.code == 0 and run.stderr == "" and run.lines() == whole_run.lines()
+
+
+@pytest.mark.engine
 def test_a_state_of_another_model_is_refused_and_nothing_is_written(whole_run, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(whole_run.out, out)
@@ -209,7 +214,9 @@ def test_a_state_of_another_model_is_refused_and_nothing_is_written(whole_run, t
     name = next(name for name in tensors if "actor.decoder" in name)
     args = train_mimo.load_state(out)[0]
     save_file(
-        tensors | {name: torch.zeros(3)}, out / "state.safetensors", {"step": "2", "args": json.dumps(vars(args))}
+        tensors | {name: torch.zeros(3)},
+        out / "state.safetensors",
+        {"step": "2", "args": json.dumps(vars(args)), "metrics": ""},
     )
     before = contents(out)
     run = go_on(out).wait()

@@ -24,7 +24,8 @@ ROOT = Path(train_mimo.__file__).parent
 # A process that has imported everything forks for each run, which then starts in 3 s instead of 15. `setup` is code for
 # that run alone. A file, since an engine in a process of its own imports the main file, as it does train_mimo.py.
 SERVER = """
-import gc, json, multiprocessing.resource_tracker, os, signal, sys
+import gc, json, logging, multiprocessing.resource_tracker, os, signal, sys
+logging.disable(logging.WARNING)  # as train_mimo.py does where it is the main file
 import train_mimo, matplotlib.pyplot, megatron.core.models.gpt.gpt_layer_specs
 import vllm.v1.engine.llm_engine, vllm.v1.worker.cpu_worker
 import vllm.model_executor.models.mimo, vllm.model_executor.models.mimo_mtp, vllm.model_executor.model_loader.reload

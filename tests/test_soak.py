@@ -57,11 +57,11 @@ def check_rollout(engine, prompts):
     random_weights(model, 31)
     sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
     started = time.perf_counter()
-    samples, outputs = train_mimo.sample(llm, prompts, Args(), 0)
+    samples = train_mimo.sample(llm, prompts, Args(), 0)
     print(f"{len(prompts)} requests in {time.perf_counter() - started:.1f} s")
     assert [(s["prompt"], len(s["response"])) for s in samples] == prompts
     batch = train_mimo.make_batch(samples, "cpu")
-    metrics = train_mimo.acceptance(samples, outputs, train_mimo.trainer_drafts(model, batch), Args())
+    metrics = train_mimo.acceptance(samples, train_mimo.trainer_drafts(model, batch), Args())
     assert metrics["replay_agreement"] == 1.0 and metrics["spec/requests"] == len(prompts)
     with torch.no_grad():
         logprobs = train_mimo.label_logprobs(train_mimo.forward(model, batch), batch, 1.0)
