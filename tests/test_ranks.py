@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_faults import shared_memory, wait_until_gone
+from test_faults import children, command_line, shared_memory, wait_until_gone
 from test_resume import ROOT, TINY, Run, without_times
 
 import train_mimo
@@ -59,8 +59,15 @@ def test_several_ranks_give_the_metrics_of_one(one_rank, tmp_path, ranks, tensor
 def test_two_ranks_go_on_from_a_save_bit_for_bit(tmp_path, tensor_parallel):
     argv = [*ARGV, "--tensor-parallel", str(tensor_parallel)]
     whole = Run(tmp_path / "whole", *argv, setup=RANKS.format(2)).wait()
-    killed = Run(tmp_path / "out", *argv, setup=RANKS.format(2)).wait_for_step(3).kill(signal.SIGKILL)
+    before = shared_memory()
+    killed = Run(tmp_path / "out", *argv, setup=RANKS.format(2)).wait_for_step(3)
+    ranks = [pid for pid in [killed.pid, *children(killed.pid)] if "server.py" in command_line(pid)]
+    assert len(ranks) == 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
     wait_until_gone(killed.pid)
+    assert shared_memory() <= before
     run = Run(killed.out, "--resume", str(killed.out), setup=RANKS.format(2)).wait()
     assert run.code == 0 and run.stderr == "" and without_times(run.lines()) == without_times(whole.lines())
 
