@@ -42,6 +42,7 @@ import warnings
 if __name__ in ("__main__", "__mp_main__") and "--verbose" not in sys.argv:  # errors are still shown
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    os.environ["TQDM_DISABLE"] = "1"
 if multiprocessing.current_process().name != "MainProcess":  # an engine's process, which imports this file too
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a trainer that is killed,
     if not os.path.exists(f"/proc/{os.environ.get('TRAINER_PID', 'self')}/root"):  # or was, before this line
@@ -64,8 +65,7 @@ from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
 
-if not torch.cuda.is_available():  # compiling stalls vLLM's first step by 16 to 20 s
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # on CPU it costs 16 to 20 s
 
 
 def option(default, sentence, allowed=1):
