@@ -43,13 +43,13 @@ if __name__ in ("__main__", "__mp_main__") and "--verbose" not in sys.argv:  # e
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
-if multiprocessing.current_process().name != "MainProcess":  # an engine's process, which imports this file too
+if multiprocessing.current_process().name != "MainProcess":  # an engine's, which imports the main file first
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a trainer that is killed,
     if not os.path.exists(f"/proc/{os.environ.get('TRAINER_PID', 'self')}/root"):  # or was, before this line
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; vLLM sets a handler of its own later
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch and vLLM read these when they are imported
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if "--verbose" in sys.argv else "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -65,7 +65,7 @@ from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # on CPU it costs 16 to 20 s
+os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # costs 16 to 20 s on CPU
 
 
 def option(default, sentence, allowed=1):
@@ -287,19 +287,19 @@ def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_
     )  # fmt: skip
     if speculate and hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
         settings["per_request_spec_decode_metrics"] = "detailed"
-    if process:  # vLLM's start can lose a Ctrl-C, or wait for its process to end, which dies with this one anyway
-        on_ctrl_c = signal.signal(signal.SIGINT, end_at_once)
-    llm = vllm.LLM(folder, **(settings | overrides))
+    with contextlib.ExitStack() as stack:
+        if process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # vLLM's start can lose a Ctrl-C
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, end_at_once))
+        llm = vllm.LLM(folder, **(settings | overrides))
     llm.collective_rpc("mend_cpu_sampler")  # a fault of vLLM's CPU backend
     if process:
-        signal.signal(signal.SIGINT, on_ctrl_c)
         core = llm.llm_engine.engine_core
         threading.Thread(target=end_generate, args=(core.resources, core.outputs_queue), daemon=True).start()
     return llm
 
 
 def end_at_once(*unused):
-    print("train_mimo.py: interrupted", file=sys.stderr, flush=True)
+    print("train_mimo.py: interrupted; if --out holds a save, --resume goes on from it", file=sys.stderr, flush=True)
     os._exit(130)
 
 
@@ -591,7 +591,7 @@ class Refused(ValueError):
 
 def parse_args(argv=None):
     about, formatter = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
     for field in dataclasses.fields(Args):
         how = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action="append", default=[])}
         how = dict(default=field.default, help=field.metadata["help"]) | how.get(field.type, dict(type=field.type))
@@ -617,14 +617,14 @@ def check(args):
     no_baseline = args.baseline and not os.path.isfile(f"{args.baseline}/metrics.jsonl")
     full = os.path.isdir(args.out) and os.listdir(args.out) and not (args.overwrite or args.resume)
     for applies, sentence in [
-        (args.minibatches > args.prompts, "--minibatches must be --prompts at the most"),
-        (args.symbols > args.vocab, "--symbols must be --vocab at the most"),
-        (args.heads % args.groups, "--heads must be a multiple of --groups"),
-        (args.hidden / args.heads not in (32, 64, 96, 128), "--hidden must be --heads times 32, 64, 96 or 128"),
+        (args.minibatches > args.prompts, f"--minibatches is {args.minibatches}, give --prompts at the most"),
+        (args.symbols > args.vocab, f"--symbols is {args.symbols}, give --vocab ({args.vocab}) at the most"),
+        (args.heads % args.groups, f"--heads is {args.heads}, give a multiple of --groups ({args.groups})"),
+        (args.hidden / args.heads not in (32, 64, 96, 128), f"--hidden is {args.hidden}, give 32, 64, 96, 128 a head"),
         (on_cuda and torch.cuda.device_count() < ranks, f"--device is {args.device}, but {few}: give cpu"),
         (no_baseline, f"--baseline {args.baseline} has no metrics.jsonl, give the --out of a finished run"),
-        (cut, "--tensor-parallel must divide torchrun's number of ranks, --heads, --groups, --ffn and --vocab"),
-        (ranks > 1 and args.prompts % shares, f"--prompts must be a multiple of {shares}, a share per rank"),
+        (cut, f"--tensor-parallel {args.tensor_parallel} must divide --heads, --groups, --ffn, --vocab, {ranks} ranks"),
+        (ranks > 1 and args.prompts % shares, f"--prompts is {args.prompts}, give a multiple of {shares}"),
         (ranks > 1 and "loss" in args.unfix, "--unfix loss wants one rank: stock Megatron counts on each rank alone"),
         (several_nodes, "torchrun started ranks on several nodes, give it --nnodes 1"),
         (full and not rank, f"--out {args.out} is not empty, give another folder or --overwrite"),
@@ -664,36 +664,35 @@ def save_state(args, step_number, tensors, generator):
     torch.distributed.all_gather_object(shards, tensors, group=parallel_state.get_tensor_model_parallel_group())
     if torch.distributed.get_rank() == 0:
         whole = {f"{rank}.{name}": tensor for rank, shard in enumerate(shards) for name, tensor in shard.items()}
-        lines = open(f"{args.out}/metrics.jsonl").read() if step_number else ""
-        metadata = {"step": str(step_number), "args": json.dumps(vars(args)), "metrics": lines}
-        save_file(whole | {"generator": generator.get_state()}, f"{args.out}/new", metadata=metadata)
+        lines = torch.tensor(list(open(f"{args.out}/metrics.jsonl", "rb").read() if step_number else b""))
+        whole |= {"generator": generator.get_state(), "metrics": lines.byte()}
+        save_file(whole, f"{args.out}/new", metadata={"step": str(step_number), "args": json.dumps(vars(args))})
         os.replace(f"{args.out}/new", f"{args.out}/state.safetensors")  # a kill leaves the last one whole
 
 
 def load_state(folder):
-    """(args of the run, next step, tensors, text of metrics.jsonl) of the last save, or Refused."""
+    """(args of the run, next step, tensors, generator's state, metrics.jsonl's bytes) of the last save, or Refused."""
     path = f"{folder}/state.safetensors"
     try:
         with safe_open(path, "pt") as file:
             metadata, saved = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
-        state = Args(**json.loads(metadata["args"])), int(metadata["step"]), saved, metadata["metrics"]
+        state = Args(**json.loads(metadata["args"])), int(metadata["step"]), saved, saved.pop("generator")
         path = f"{folder}/reference/model.safetensors"
         safe_open(path, "pt")  # whole?
-        return state
+        return *state, bytes(saved.pop("metrics").tolist())
     except Exception as error:
-        said = f"--resume {folder}: {path} is not that of a run with a save ({type(error).__name__}: {error})"
-        raise Refused(said) from error
+        said = f"{path} is not that of a run with a save ({type(error).__name__}: {error}), give the --out of one"
+        raise Refused(f"--resume {folder}: {said}") from error
 
 
-def restore(tensors, generator, saved, lines, args):
+def restore(tensors, saved, lines, args):
     """What load_state read, into what is in use; the steps after the save will be made again."""
-    generator.set_state(saved.pop("generator"))
     of_rank = f"{torch.distributed.get_rank() % args.tensor_parallel}."
     saved = {name.removeprefix(of_rank): tensor for name, tensor in saved.items() if name.startswith(of_rank)}
     if {name: t.shape for name, t in saved.items()} != {name: t.shape for name, t in tensors.items()}:
-        raise Refused(f"--resume {args.out}: state.safetensors holds another model's tensors")
+        raise Refused(f"--resume {args.out}: state.safetensors holds another model's tensors, give another run")
     fill(tensors, saved)
-    pathlib.Path(f"{args.out}/metrics.jsonl").write_text(lines)  # on every rank the same
+    pathlib.Path(f"{args.out}/metrics.jsonl").write_bytes(lines)  # on every rank the same
 
 
 def num_parameters(*modules):
@@ -702,7 +701,7 @@ def num_parameters(*modules):
     return sum(p.numel() * (shards if getattr(p, "tensor_model_parallel", False) else 1) for p in parameters)
 
 
-def report(step_number, metrics, samples, clock, actor, args):
+def report(step_number, metrics, samples, clock, actor, baseline, args):
     """One aligned line a step on the screen; all of it, with seconds and whether drafting paid, in metrics.jsonl."""
     line = {"step": step_number} | metrics
     line |= {name: clock[i + 1] - clock[i] for i, name in enumerate(("rollout_s", "train_s", "sync_s"))}
@@ -711,9 +710,8 @@ def report(step_number, metrics, samples, clock, actor, args):
         # Cost by parameters read, which is what decoding is bound by: MTP layer and head over trunk and head.
         drafted, verified = (num_parameters(part, actor.output_layer) for part in (actor.mtp, actor.decoder))
         line |= spec_metrics.speedup_estimate(metrics["accept_length"], drafted / verified)
-    if args.baseline:
-        of_none = [json.loads(line)["rollout_tokens_per_s"] for line in open(f"{args.baseline}/metrics.jsonl")]
-        line["spec/speedup_measured"] = rate / statistics.median(of_none)
+    if baseline:
+        line["spec/speedup_measured"] = rate / baseline
     with open(f"{args.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
     cells = {name: "-" if line[name] is None else form.format(line[name]) for name, form in COLUMNS.items()}
@@ -787,22 +785,24 @@ def build_trainer(args, hf_config, device, dtype):
     return actor, value_head, drafter, optimizer, step, tensors
 
 
-def train(args, first_step=0, saved=None, lines=""):
+def train(args, first_step=0, saved=None, random_state=None, lines=b""):
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     hf_config = mimo_config(
         num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
         ffn_size=args.ffn, vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
     )  # fmt: skip
-    started = time.perf_counter()
+    started, baseline = time.perf_counter(), args.baseline and open(f"{args.baseline}/metrics.jsonl")
+    baseline = baseline and statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in baseline)
     torch.set_num_threads(1)  # at this size a second thread costs more than it brings
     init_megatron(device, args.tensor_parallel)
     if rank := torch.distributed.get_rank():
         sys.stdout = open(os.devnull, "w")  # the first one speaks for all
     actor, value_head, drafter, optimizer, step, tensors = build_trainer(args, hf_config, device, dtype)
     generator = torch.Generator().manual_seed(args.seed)
-    if saved:
-        restore(tensors, generator, saved, lines, args)
+    if saved is not None:
+        generator.set_state(random_state)
+        restore(tensors, saved, lines, args)
     else:
         if args.overwrite and rank == 0:
             shutil.rmtree(args.out)
@@ -810,7 +810,7 @@ def train(args, first_step=0, saved=None, lines=""):
         warm_up(actor, step, args, generator, device)
         fill(drafter, dict(actor.mtp.named_parameters()))
         write_checkpoint(actor, hf_config, f"{args.out}/reference")
-        torch.distributed.barrier()
+    torch.distributed.barrier()
     settings = dict(dtype=dtype, tensor_parallel=args.tensor_parallel)
     reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, **settings).to(device)
     num_saved = num_parameters(actor) - num_parameters(reference)
@@ -861,7 +861,7 @@ def train(args, first_step=0, saved=None, lines=""):
         clock.append(time.perf_counter())
 
         if rank == 0:
-            report(step_number, metrics, samples, clock, actor, args)
+            report(step_number, metrics, samples, clock, actor, baseline, args)
 
     write_checkpoint(actor, hf_config, f"{args.out}/checkpoint")
     if args.save_every:

@@ -45,7 +45,7 @@ import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# vLLM's workers import train_mimo by name, and bench_mimo7b's worker from this folder.
+# vLLM's workers import drafter_sync by name, and bench_mimo7b's worker from this folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_resume import TINY, Run, go_on, tensors_of, whole
 
@@ -61,7 +62,7 @@ def check_ended(run, code, text, saved_step):
     """One line on stderr, and a save that load_state takes, with a line for each step before it."""
     assert run.code == code, run.stderr
     assert re.fullmatch(rf"train_mimo\.py: .*{text}.*; go on from the last save with --resume \S+\n", run.stderr)
-    _, step_number, saved, _ = train_mimo.load_state(run.out)
+    _, step_number, saved, *_ = train_mimo.load_state(run.out)
     assert step_number == saved_step and all(t.isfinite().all() for t in saved.values() if t.is_floating_point())
 
 
@@ -163,8 +164,14 @@ def cut(path, share):
 
 
 def other_metadata(path, **changes):
-    metadata = {"step": "2", "args": "{}", "metrics": ""} | changes
+    metadata = {"step": "2", "args": "{}"} | changes
     save_file(load_file(path), path, metadata={key: value for key, value in metadata.items() if value is not None})
+
+
+def without(path, name):
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({key: tensor for key, tensor in load_file(path).items() if key != name}, path, metadata)
 
 
 SPOILT = {
@@ -179,6 +186,8 @@ SPOILT = {
     "a step that is no number": lambda out: other_metadata(out / "state.safetensors", step="two"),
     "no step": lambda out: other_metadata(out / "state.safetensors", step=None),
     "arguments of another program": lambda out: other_metadata(out / "state.safetensors", args='{"colour": "red"}'),
+    "no random state": lambda out: without(out / "state.safetensors", "generator"),
+    "no metrics": lambda out: without(out / "state.safetensors", "metrics"),
     "no reference": lambda out: shutil.rmtree(out / "reference"),
     "a reference cut short": lambda out: cut(out / "reference" / "model.safetensors", 0.5),
 }
@@ -216,7 +225,7 @@ def test_a_state_of_another_model_is_refused_and_nothing_is_written(whole_run, t
     save_file(
         tensors | {name: torch.zeros(3)},
         out / "state.safetensors",
-        {"step": "2", "args": json.dumps(vars(args)), "metrics": ""},
+        {"step": "2", "args": json.dumps(vars(args))},
     )
     before = contents(out)
     run = go_on(out).wait()

@@ -108,13 +108,13 @@ def test_a_failure_of_any_rank_ends_all_of_them_with_one_message(tmp_path, faili
 @pytest.mark.parametrize(
     "ranks, argv, text",
     [
-        (3, "--tensor-parallel 2", "--tensor-parallel must divide torchrun's number of ranks"),
-        (1, "--tensor-parallel 2", "--tensor-parallel must divide"),
+        (3, "--tensor-parallel 2", "--tensor-parallel 2 must divide .* 3 ranks"),
+        (1, "--tensor-parallel 2", "--tensor-parallel 2 must divide .* 1 ranks"),
         (4, "--tensor-parallel 4", "--groups"),  # 2 of them
         (2, "--tensor-parallel 2 --vocab 65", "--vocab"),
         (2, "--tensor-parallel 0", "--tensor-parallel"),
-        (2, "--prompts 12", "--prompts must be a multiple of 8"),
-        (4, "--prompts 12 --tensor-parallel 2", "--prompts must be a multiple of 8"),
+        (2, "--prompts 12", "--prompts is 12, give a multiple of 8"),
+        (4, "--prompts 12 --tensor-parallel 2", "--prompts is 12, give a multiple of 8"),
         (2, "--unfix loss", "--unfix loss wants one rank"),
     ],
 )

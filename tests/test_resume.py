@@ -122,7 +122,8 @@ def without_times(lines):
 
 def tensors_of(path):
     with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
+        names = [name for name in file.keys() if name != "metrics"]  # metrics.jsonl with its seconds
+        return {name: file.get_tensor(name).numpy().tobytes() for name in names}
 
 
 def check_equal(run, whole_run):
