@@ -65,7 +65,7 @@ from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # costs 16 to 20 s on CPU
+os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # CPU: compiling costs 16 to 20 s
 
 
 def option(default, sentence, allowed=1):
@@ -255,8 +255,7 @@ def write_checkpoint(model, hf_config, folder, drafter=None):
     tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
     if torch.distributed.get_rank() == 0:  # every rank takes part in gathering, the first one writes
         write_config(hf_config, folder, next(iter(tensors.values())).dtype)
-        save_file(tensors, f"{folder}/new", metadata={"format": "pt"})
-        os.replace(f"{folder}/new", f"{folder}/model.safetensors")  # a kill leaves the last one whole
+        save_whole(f"{folder}/model.safetensors", tensors, {"format": "pt"})
 
 
 def write_config(hf_config, folder, dtype):
@@ -266,6 +265,12 @@ def write_config(hf_config, folder, dtype):
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     config = hf_config | {"torch_dtype": str(dtype).removeprefix("torch."), "auto_map": auto_map}
     pathlib.Path(f"{folder}/config.json").write_text(json.dumps(config, indent=2))
+
+
+def save_whole(path, tensors, metadata):
+    """Written aside and renamed whole, so that a kill leaves the last one; no pickle that could run code."""
+    save_file(tensors, f"{path}.new", metadata=metadata)
+    os.replace(f"{path}.new", path)
 
 
 def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_num_seqs=256, **overrides):
@@ -445,10 +450,8 @@ def trainer_drafts(actor, batch, **conventions):
 
 def drafts_by_cause(actor, batch, pushed):
     """The trainer's drafts with each fault that usually goes unnoticed planted in turn, for `explain_disagreement`."""
-    drafts = {
-        "MTP layer fed the state after the final norm": trainer_drafts(actor, batch, pre_norm=False),
-        "embedding at position 0 not zeroed": trainer_drafts(actor, batch, zero_position0=False),
-    }
+    drafts = {"MTP layer fed the state after the final norm": trainer_drafts(actor, batch, pre_norm=False)}
+    drafts["embedding at position 0 not zeroed"] = trainer_drafts(actor, batch, zero_position0=False)
     parameters = dict(actor.mtp.named_parameters())
     now = {name: p.detach().clone() for name, p in parameters.items()}
     unswapped = {"layers.0.eh_proj.weight": torch.cat(now["layers.0.eh_proj.weight"].chunk(2, 1)[::-1], 1)}
@@ -592,9 +595,9 @@ class Refused(ValueError):
 def parse_args(argv=None):
     about, formatter = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
+    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action="append", default=[])}
     for field in dataclasses.fields(Args):
-        how = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action="append", default=[])}
-        how = dict(default=field.default, help=field.metadata["help"]) | how.get(field.type, dict(type=field.type))
+        how = dict(default=field.default, help=field.metadata["help"]) | kinds.get(field.type, dict(type=field.type))
         if isinstance(field.metadata["allowed"], list):
             how["choices"] = field.metadata["allowed"]
         parser.add_argument("--" + field.name.replace("_", "-"), **how)
@@ -664,10 +667,9 @@ def save_state(args, step_number, tensors, generator):
     torch.distributed.all_gather_object(shards, tensors, group=parallel_state.get_tensor_model_parallel_group())
     if torch.distributed.get_rank() == 0:
         whole = {f"{rank}.{name}": tensor for rank, shard in enumerate(shards) for name, tensor in shard.items()}
-        lines = torch.tensor(list(open(f"{args.out}/metrics.jsonl", "rb").read() if step_number else b""))
-        whole |= {"generator": generator.get_state(), "metrics": lines.byte()}
-        save_file(whole, f"{args.out}/new", metadata={"step": str(step_number), "args": json.dumps(vars(args))})
-        os.replace(f"{args.out}/new", f"{args.out}/state.safetensors")  # a kill leaves the last one whole
+        lines = bytearray(open(f"{args.out}/metrics.jsonl", "rb").read() if step_number else b"")
+        whole |= {"generator": generator.get_state(), "metrics": torch.tensor(lines, dtype=torch.uint8)}
+        save_whole(f"{args.out}/state.safetensors", whole, {"step": str(step_number), "args": json.dumps(vars(args))})
 
 
 def load_state(folder):
@@ -679,7 +681,7 @@ def load_state(folder):
         state = Args(**json.loads(metadata["args"])), int(metadata["step"]), saved, saved.pop("generator")
         path = f"{folder}/reference/model.safetensors"
         safe_open(path, "pt")  # whole?
-        return *state, bytes(saved.pop("metrics").tolist())
+        return *state, saved.pop("metrics").numpy().tobytes()
     except Exception as error:
         said = f"{path} is not that of a run with a save ({type(error).__name__}: {error}), give the --out of one"
         raise Refused(f"--resume {folder}: {said}") from error
@@ -816,7 +818,6 @@ def train(args, first_step=0, saved=None, random_state=None, lines=b""):
     num_saved = num_parameters(actor) - num_parameters(reference)
     saving = f"{num_saved:,} parameters, {num_saved * dtype.itemsize:,} bytes of MTP layers not built"
     print(f"reference: {saving}, {0 if 'ref' in args.unfix else 2} MTP forward passes a step not run", flush=True)
-
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=drafter)
     llm = rank == 0 and start_engine(
@@ -859,7 +860,6 @@ def train(args, first_step=0, saved=None, random_state=None, lines=b""):
         if to_drafter:
             fill(drafter, dict(actor.mtp.named_parameters()))
         clock.append(time.perf_counter())
-
         if rank == 0:
             report(step_number, metrics, samples, clock, actor, baseline, args)
 
