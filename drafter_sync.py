@@ -106,7 +106,9 @@ def megatron_to_hf(named_params, hf_config):
             continue
         if name not in layouts or not seen.isdisjoint(layouts[name][1]):
             came = f"{name} is no parameter of this MiMo, or came twice"
-            raise DrafterSyncError(f"{came}; wanted GPTModel.named_parameters(): pass one model and its own config")
+            raise DrafterSyncError(
+                f"{came}; wanted GPTModel.named_parameters(): pass one model and its own config"
+            )
         kind, shapes = layouts[name]
         seen.update(shapes)
         whole = _gather(kind, tensor.detach(), tp_size, group)
@@ -130,31 +132,44 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
     DrafterSyncError for names left over, missing or unknown and for shapes; TypeError for what is no pair or no name.
     """
     layouts, tied = _layouts(hf_config), _is_tied(hf_config)
-    is_listing = isinstance(megatron_names, (Mapping, Sequence, Set)) and not isinstance(megatron_names, str)
+    is_listing = isinstance(megatron_names, (Mapping, Sequence, Set)) and not isinstance(
+        megatron_names, str
+    )
     if not is_listing or not all(isinstance(name, str) for name in megatron_names):
-        raise TypeError(f"megatron_names is {megatron_names!r:.60}; wanted names: pass dict(model.named_parameters())")
+        raise TypeError(
+            f"megatron_names is {megatron_names!r:.60}; wanted names: pass dict(model.named_parameters())"
+        )
     of = megatron_names if isinstance(megatron_names, Mapping) else {}
     like = {name: of[name] if _is_dense(of.get(name)) else None for name in megatron_names}
     plain = {name: _strip(name) for name in like if not name.endswith("_extra_state")}
     plain = {name: of for name, of in plain.items() if not (tied and of == "output_layer.weight")}
     if unknown := [name for name, of in plain.items() if of not in layouts]:
         came = f"{unknown} are no parameters of this MiMo"
-        raise DrafterSyncError(f"{came}; wanted GPTModel.named_parameters(): pass one model and its own config")
+        raise DrafterSyncError(
+            f"{came}; wanted GPTModel.named_parameters(): pass one model and its own config"
+        )
     owner = {hf_name: name for name, of in plain.items() for hf_name in layouts[of][1]}
     waiting, done = {}, set()
     pairs = _pairs(named_tensors)
     for hf_name, tensor in _without_tied_head(pairs) if tied else pairs:
         if hf_name not in owner or hf_name in done:
             came = f"{hf_name} is left over: the model has no place for it, or it came twice"
-            raise DrafterSyncError(f"{came}; wanted each of the model's once: for one without MTP, drop MTP tensors")
+            raise DrafterSyncError(
+                f"{came}; wanted each of the model's once: for one without MTP, drop MTP tensors"
+            )
         done.add(hf_name)
         name = owner[hf_name]
         kind, shapes = layouts[plain[name]]
         if tuple(tensor.shape) != shapes[hf_name]:
             came = f"{hf_name} has shape {list(tensor.shape)}"
-            raise DrafterSyncError(f"{came}; wanted {list(shapes[hf_name])}: pass this checkpoint's own config")
+            raise DrafterSyncError(
+                f"{came}; wanted {list(shapes[hf_name])}: pass this checkpoint's own config"
+            )
         pieces = waiting.setdefault(name, {})
-        if any(tensor.dtype != piece.dtype or tensor.device != piece.device for piece in pieces.values()):
+        if any(
+            tensor.dtype != piece.dtype or tensor.device != piece.device
+            for piece in pieces.values()
+        ):
             came = f"{hf_name} is {tensor.dtype} on {tensor.device}, and what it is joined with to {name} is not"
             raise DrafterSyncError(f"{came}; wanted one dtype and device: convert the checkpoint")
         pieces[hf_name] = tensor
@@ -163,7 +178,9 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
             whole = _to_megatron(kind, [pieces[piece] for piece in shapes], hf_config)
             yield name, _cut(name, kind, whole, like[name])
     if missing := sorted(set(owner) - done):
-        raise DrafterSyncError(f"{missing} are missing; wanted them too, the model is partly unfilled: load it anew")
+        raise DrafterSyncError(
+            f"{missing} are missing; wanted them too, the model is partly unfilled: load it anew"
+        )
 
 
 def _layouts(hf_config):
@@ -172,20 +189,38 @@ def _layouts(hf_config):
     vocab, hidden, ffn, heads, groups, layers = (_get(hf_config, key) for key in keys.split())
     head = _get(hf_config, "head_dim", or_none=True) or hidden // heads
     depths = _get(hf_config, "num_nextn_predict_layers", or_none=True) or 0
-    if layers + depths > 10_000 or heads % groups:  # each layer has names: a wrong count must not fill the memory
+    if (
+        layers + depths > 10_000 or heads % groups
+    ):  # each layer has names: a wrong count must not fill the memory
         came = f"hf_config has {layers} layers, {depths} MTP layers, {heads} attention heads in {groups} groups"
-        raise ValueError(f"{came}; wanted 10,000 layers at most, and heads that divide: pass MiMo's config")
-    sizes = {"V": vocab, "D": hidden, "2D": 2 * hidden, "F": ffn, "Q": heads * head, "K": groups * head}
+        raise ValueError(
+            f"{came}; wanted 10,000 layers at most, and heads that divide: pass MiMo's config"
+        )
+    sizes = {
+        "V": vocab,
+        "D": hidden,
+        "2D": 2 * hidden,
+        "F": ffn,
+        "Q": heads * head,
+        "K": groups * head,
+    }
     names = {}
 
     def add(table, ours="", theirs=""):
         for name, kind, piece in map(str.split, table.strip().splitlines()):
             hf_name, letters = piece.split(":")
             shape = tuple(sizes[letter] for letter in letters.split(","))
-            shapes = {hf_name.format(part): shape for part in ("gate", "up")[: 1 + (kind == "gate_up")]}
+            shapes = {
+                hf_name.format(part): shape for part in ("gate", "up")[: 1 + (kind == "gate_up")]
+            }
             if kind == "qkv":
-                shapes = {hf_name.format(x): (sizes["Q" if x == "q" else "K"], *shape[1:]) for x in "qkv"}
-            names[ours + name] = kind, {theirs + hf_name: shape for hf_name, shape in shapes.items()}
+                shapes = {
+                    hf_name.format(x): (sizes["Q" if x == "q" else "K"], *shape[1:]) for x in "qkv"
+                }
+            names[ours + name] = (
+                kind,
+                {theirs + hf_name: shape for hf_name, shape in shapes.items()},
+            )
 
     add(MODEL)
     for i in range(layers):
@@ -204,14 +239,22 @@ def _get(hf_config, key, or_none=False):
     value = hf_config.get(key) if isinstance(hf_config, dict) else getattr(hf_config, key, None)
     if (type(value) is not int or value < (not or_none)) and not (or_none and value is None):
         wanted = f"a whole number, {'0' if or_none else '1'} or more"
-        raise ValueError(f"hf_config has {key} = {value!r:.60}; wanted {wanted}: pass MiMo's config")
+        raise ValueError(
+            f"hf_config has {key} = {value!r:.60}; wanted {wanted}: pass MiMo's config"
+        )
     return value
 
 
 def _is_tied(hf_config):
-    tied = hf_config.get("tie_word_embeddings") if isinstance(hf_config, dict) else hf_config.tie_word_embeddings
+    tied = (
+        hf_config.get("tie_word_embeddings")
+        if isinstance(hf_config, dict)
+        else hf_config.tie_word_embeddings
+    )
     if not isinstance(tied, (bool, type(None))):
-        raise ValueError(f"hf_config has tie_word_embeddings = {tied!r:.60}; wanted True or False: pass MiMo's config")
+        raise ValueError(
+            f"hf_config has tie_word_embeddings = {tied!r:.60}; wanted True or False: pass MiMo's config"
+        )
     return tied
 
 
@@ -238,7 +281,9 @@ def _to_megatron(kind, pieces, hf_config):
     if kind == "qkv":
         groups = _get(hf_config, "num_key_value_heads")
         head = len(pieces[1]) // groups
-        return torch.cat([piece.reshape(groups, -1, head, *piece.shape[1:]) for piece in pieces], 1).flatten(0, 2)
+        return torch.cat(
+            [piece.reshape(groups, -1, head, *piece.shape[1:]) for piece in pieces], 1
+        ).flatten(0, 2)
     return torch.cat(pieces) if kind == "gate_up" else pieces[0]
 
 
@@ -255,11 +300,17 @@ def _tensor_parallel():
 def _gather(kind, shard, tp_size, group):
     if tp_size == 1 or kind == "copy":
         return shard
-    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(tp_size)]
+    shards = [
+        torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(tp_size)
+    ]
     torch.distributed.all_gather(shards, shard.contiguous(), group=group)
     if kind == "gate_up":  # each rank holds [its gate; its up]
         return torch.cat(
-            [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
+            [
+                half
+                for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)
+                for half in halves
+            ]
         )
     return torch.cat(shards, 1 if kind == "columns" else 0)
 
@@ -281,8 +332,12 @@ def _cut(name, kind, whole, like):
         or kind != "copy"
         and part.shape[dim] * tp_size != whole.shape[dim]
     ):
-        came = f"{name} becomes {list(part.shape)}, cut from {list(whole.shape)} for {tp_size} ranks"
-        raise DrafterSyncError(f"{came}; wanted the model's shape: pass the state dict that is to be filled")
+        came = (
+            f"{name} becomes {list(part.shape)}, cut from {list(whole.shape)} for {tp_size} ranks"
+        )
+        raise DrafterSyncError(
+            f"{came}; wanted the model's shape: pass the state dict that is to be filled"
+        )
     return part
 
 
@@ -294,14 +349,20 @@ def _strip(name):
 
 def _pairs(named):
     """(name, tensor) pairs, one at a time, of a dict, a list or an iterator."""
-    is_many = hasattr(named, "__iter__") and getattr(named, "ndim", 1)  # one of no dimension refuses iteration
+    is_many = hasattr(named, "__iter__") and getattr(
+        named, "ndim", 1
+    )  # one of no dimension refuses iteration
     for pair in named.items() if isinstance(named, Mapping) else named if is_many else [named]:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
-        if is_pair and pair[0].endswith("_extra_state"):  # Transformer Engine's FP8 bookkeeping, no tensor
+        if is_pair and pair[0].endswith(
+            "_extra_state"
+        ):  # Transformer Engine's FP8 bookkeeping, no tensor
             continue
         if not is_pair or not _is_dense(pair[1]):
             came = f"{pair!r:.60}"
-            raise TypeError(f"{came} came; wanted (name, dense tensor) pairs: pass model.named_parameters(), say")
+            raise TypeError(
+                f"{came} came; wanted (name, dense tensor) pairs: pass model.named_parameters(), say"
+            )
         yield pair
 
 
@@ -317,7 +378,9 @@ def _without_tied_head(pairs):
             twins.append(tensor)
             if len(twins) == 2 and not torch.equal(twins[0], twins[1].to(twins[0])):
                 came = "lm_head.weight differs from model.embed_tokens.weight, and the config ties them"
-                raise DrafterSyncError(f"{came}; wanted equal ones: leave the head out, or untie it in the config")
+                raise DrafterSyncError(
+                    f"{came}; wanted equal ones: leave the head out, or untie it in the config"
+                )
         if name != "lm_head.weight":
             yield name, tensor
 
@@ -347,14 +410,18 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
         model = model.module
     _check_model(model)
     if not isinstance(pre_norm, bool) or not isinstance(zero_position0, bool):
-        raise TypeError(f"pre_norm={pre_norm!r:.60}, zero_position0={zero_position0!r:.60}; wanted bools: pass those")
+        raise TypeError(
+            f"pre_norm={pre_norm!r:.60}, zero_position0={zero_position0!r:.60}; wanted bools: pass those"
+        )
     mtp, own, stock_forward = model.mtp, vars(model.mtp).get("forward"), model.mtp.forward
     before_norm = []
 
     def remember(module, args):
         before_norm[:] = args[:1]
 
-    def forward(*, hidden_states, input_ids, position_ids, embedding, packed_seq_params=None, **rest):
+    def forward(
+        *, hidden_states, input_ids, position_ids, embedding, packed_seq_params=None, **rest
+    ):
         trunk = hidden_states
         if pre_norm:
             hidden_states = before_norm.pop()
@@ -364,9 +431,15 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
 
         def embed(input_ids, position_ids):
             embedded_SBD = embedding(input_ids=input_ids, position_ids=position_ids)
-            return embedded_SBD.masked_fill(first_BS.T[..., None], 0) if zero_position0 else embedded_SBD
+            return (
+                embedded_SBD.masked_fill(first_BS.T[..., None], 0)
+                if zero_position0
+                else embedded_SBD
+            )
 
-        given = dict(input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params)
+        given = dict(
+            input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params
+        )
         out = stock_forward(hidden_states=hidden_states, embedding=embed, **given, **rest)
         # The block returns [trunk state; depth 1], and the trunk's part goes to the head: the one after the norm must.
         return torch.cat([trunk, out[len(trunk) :]]) if pre_norm else out
@@ -383,27 +456,40 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
 
 
 def _check_model(model):
-    config, layers = getattr(model, "config", None), getattr(getattr(model, "mtp", None), "layers", [])
+    config, layers = (
+        getattr(model, "config", None),
+        getattr(getattr(model, "mtp", None), "layers", []),
+    )
     if len(layers) != 1:
         came = f"{type(model).__name__} has {len(layers)} MTP layers"
-        raise ValueError(f"{came}; wanted 1, as vLLM's MiMo drafter has: build it with mtp_num_layers=1")
+        raise ValueError(
+            f"{came}; wanted 1, as vLLM's MiMo drafter has: build it with mtp_num_layers=1"
+        )
     if config.sequence_parallel or config.context_parallel_size > 1:
         came = f"sequence_parallel is {config.sequence_parallel}, context_parallel_size {config.context_parallel_size}"
-        raise ValueError(f"{came}; wanted False and 1: train the MTP layer without them, or without match_vllm_mimo")
+        raise ValueError(
+            f"{came}; wanted False and 1: train the MTP layer without them, or without match_vllm_mimo"
+        )
     there = set(inspect.signature(type(model.mtp).forward).parameters)
     wanted = {"hidden_states", "input_ids", "position_ids", "embedding", "packed_seq_params"}
     if not wanted <= there or getattr(model.decoder, "final_layernorm", None) is None:
         came = f"the MTP block takes {sorted(there)}, or no final norm is on its pipeline stage"
-        raise RuntimeError(f"{came}; wanted what megatron-core 0.16 to 0.19 have: install one of those")
+        raise RuntimeError(
+            f"{came}; wanted what megatron-core 0.16 to 0.19 have: install one of those"
+        )
 
 
 def _first_slots(position_ids, packed):
     """Bool [b, s]: the slots at position 0 of a document."""
     if packed is None:
         return position_ids == 0
-    starts = (packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)[:-1].long()
+    starts = (
+        packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    )[:-1].long()
     first_BS = torch.zeros_like(position_ids, dtype=torch.bool)
-    first_BS[:, starts[starts < first_BS.shape[1]]] = True  # an empty last document starts behind the buffer
+    first_BS[:, starts[starts < first_BS.shape[1]]] = (
+        True  # an empty last document starts behind the buffer
+    )
     return first_BS
 
 
@@ -422,7 +508,9 @@ class DrafterSyncExtension:
 
     def drafter_sync_models(self):
         # vLLM's V1 runner calls it drafter, its V2 runner speculator; an n-gram drafter has no model.
-        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
+        drafter = getattr(self.model_runner, "drafter", None) or getattr(
+            self.model_runner, "speculator", None
+        )
         return self.model_runner.model, getattr(drafter, "model", None)
 
     def drafter_sync_describe(self):
@@ -436,7 +524,8 @@ class DrafterSyncExtension:
             "pp_size": config.parallel_config.pipeline_parallel_size,
             "method": getattr(config.speculative_config, "method", None),
             "drafter": drafter is not None,
-            "shares_embedding": drafter is None or drafter.model.embed_tokens is target.model.embed_tokens,
+            "shares_embedding": drafter is None
+            or drafter.model.embed_tokens is target.model.embed_tokens,
         }
 
     def drafter_sync_begin(self, with_drafter, band, buffer):
@@ -445,12 +534,16 @@ class DrafterSyncExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if getattr(self, "_drafter_sync", None) is not None and self._drafter_sync.open:
-            self.drafter_sync_finish(False)  # the last push broke off so badly that it could not say so
+            self.drafter_sync_finish(
+                False
+            )  # the last push broke off so badly that it could not say so
         models = self.drafter_sync_models()[: 1 + with_drafter]
         self._drafter_sync = push = SimpleNamespace(open=True, models=models, loaded=[set(), set()])
         push.band, push.partial = band, {}
         push.buffer = buffer if isinstance(buffer, torch.Tensor) else _open_buffer(**buffer)
-        push.quantised = {} if any(p.dtype == torch.float8_e4m3fn for p in models[0].parameters()) else None
+        push.quantised = (
+            {} if any(p.dtype == torch.float8_e4m3fn for p in models[0].parameters()) else None
+        )
         with set_current_vllm_config(self.vllm_config):
             for model in models:
                 initialize_layerwise_reload(model)
@@ -461,18 +554,26 @@ class DrafterSyncExtension:
 
         push, tp_size = self._drafter_sync, self.vllm_config.parallel_config.tensor_parallel_size
 
-        def completed(of_drafter):  # one at a time, as vLLM asks for them: never a whole bucket twice
+        def completed(
+            of_drafter,
+        ):  # one at a time, as vLLM asks for them: never a whole bucket twice
             for name, dtype, shape, at, start, size in pieces:
                 if (".mtp_layers." in name) != of_drafter:
                     continue
                 # A copy: the reload keeps a tensor until its layer is complete, the buffer is overwritten before.
                 if name not in push.partial:
-                    push.partial[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=push.buffer.device)
+                    push.partial[name] = torch.empty(
+                        shape, dtype=getattr(torch, dtype), device=push.buffer.device
+                    )
                 tensor = push.partial[name]
-                tensor.view(-1).view(torch.uint8)[at : at + size] = push.buffer[start : start + size]
+                tensor.view(-1).view(torch.uint8)[at : at + size] = push.buffer[
+                    start : start + size
+                ]
                 if at + size < tensor.nbytes:
                     continue
-                if push.quantised is not None and push.band and tensor.dim() == 2:  # not to be compared bit for bit
+                if (
+                    push.quantised is not None and push.band and tensor.dim() == 2
+                ):  # not to be compared bit for bit
                     shard = _shard(name, tensor, self.rank, tp_size)
                     push.quantised[name] = _digest(_band(shard, push.band)), shard[[0, -1]].float()
                 yield name, push.partial.pop(name)
@@ -489,19 +590,28 @@ class DrafterSyncExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         push, config = self._drafter_sync, self.vllm_config
-        configs = config.model_config, getattr(config.speculative_config, "draft_model_config", None)
+        configs = (
+            config.model_config,
+            getattr(config.speculative_config, "draft_model_config", None),
+        )
         with set_current_vllm_config(config), self.device:
             for model, model_config in zip(push.models, configs if push.open else (), strict=False):
                 finalize_layerwise_reload(model, model_config)
         push.open, push.buffer = False, None
         if len(push.models) == 2:
-            self._drafter_sync_known = self.drafter_sync_raw() if is_complete else {}  # {}: none can be trusted
+            self._drafter_sync_known = (
+                self.drafter_sync_raw() if is_complete else {}
+            )  # {}: none can be trusted
         if not is_complete:
             return [], [], {}
         counts, missed, seen = [], [], set()
         for model, loaded in zip(push.models, push.loaded, strict=False):
             # The drafter shares embedding and head with the target; scales come from quantising, not from the sender.
-            own = {n for n, p in model.named_parameters() if id(p) not in seen and not n.endswith("_scale")}
+            own = {
+                n
+                for n, p in model.named_parameters()
+                if id(p) not in seen and not n.endswith("_scale")
+            }
             seen |= {id(parameter) for parameter in model.parameters()}
             counts.append(len(own & loaded))
             missed += sorted(own - loaded)
@@ -519,22 +629,30 @@ class DrafterSyncExtension:
                 continue
             held[name], rows = push.quantised.pop(name)
             # e4m3 has 3 mantissa bits: half a step is 1/16 of the value, or 2^-10 of the scale near zero.
-            if ((tensor[[0, -1]].float() * scale - rows).abs() > rows.abs() / 16 + scale * 2**-9).any():
+            if (
+                (tensor[[0, -1]].float() * scale - rows).abs() > rows.abs() / 16 + scale * 2**-9
+            ).any():
                 wrong[name] = "not the quantisation of what was received"
         return _hex(held) | wrong
 
     def drafter_sync_fingerprint(self):
         """{HF name: digest} of the drafter's own layers, as held: quantised bytes, and scales under names of theirs."""
         prints = {}
-        for name, tensor, scale in _held(self.drafter_sync_models()[1:], self.vllm_config.model_config, WHOLE):
+        for name, tensor, scale in _held(
+            self.drafter_sync_models()[1:], self.vllm_config.model_config, WHOLE
+        ):
             if ".mtp_layers." in name:
-                prints |= {name: _digest(tensor)} | ({} if scale is None else {f"{name}_scale": _digest(scale)})
+                prints |= {name: _digest(tensor)} | (
+                    {} if scale is None else {f"{name}_scale": _digest(scale)}
+                )
         return _hex(prints)
 
     def drafter_sync_raw(self):
         """{parameter: digest} of the drafter's own memory, packing not undone: cheap, and tells whether it is gone."""
         drafter = self.drafter_sync_models()[1]
-        return _hex({name: _digest(p) for name, p in drafter.named_parameters() if ".mtp_layers." in name})
+        return _hex(
+            {name: _digest(p) for name, p in drafter.named_parameters() if ".mtp_layers." in name}
+        )
 
     def drafter_sync_lost(self):
         """Names of drafter parameters that are not as the last push left them; without one, that none can have.
@@ -543,7 +661,11 @@ class DrafterSyncExtension:
         """
         now = self.drafter_sync_raw()
         if not hasattr(self, "_drafter_sync_known"):
-            norms = [(n, p) for n, p in self.drafter_sync_models()[1].named_parameters() if "layernorm" in n]
+            norms = [
+                (n, p)
+                for n, p in self.drafter_sync_models()[1].named_parameters()
+                if "layernorm" in n
+            ]
             if lost := sorted(name for name, p in norms if not p.isfinite().all() or not p.any()):
                 return lost
             self._drafter_sync_known = now
@@ -560,7 +682,9 @@ class DrafterSyncExtension:
 
         def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
             counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
-            return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+            return (
+                torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+            )
 
         if self.device.type != "cpu":
             return False
@@ -577,19 +701,25 @@ def _open_buffer(size, path=None, ipc=None):
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     shape = torch.Size([size])
-    return rebuild_cuda_tensor(torch.Tensor, shape, (1,), 0, torch.UntypedStorage, torch.uint8, *ipc)
+    return rebuild_cuda_tensor(
+        torch.Tensor, shape, (1,), 0, torch.UntypedStorage, torch.uint8, *ipc
+    )
 
 
 def _held(models, model_config, band):
     """Yields (HF name, tensor, FP8 scale or None): what the models compute with, fused layers split, packing undone."""
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     # By id: embedding and head, which the two models share, come once.
-    modules = {id(module): (path, module) for model in models for path, module in model.named_modules()}
+    modules = {
+        id(module): (path, module) for model in models for path, module in model.named_modules()
+    }
     for path, module in modules.values():
         if getattr(module, "weight", None) is None:
             continue
         *pieces, last = [piece for piece in path.split(".") if piece != "mtp_block"]
-        if "mtp_layers" in pieces:  # vLLM counts on after the trunk's layers, a checkpoint counts from 0
+        if (
+            "mtp_layers" in pieces
+        ):  # vLLM counts on after the trunk's layers, a checkpoint counts from 0
             at = pieces.index("mtp_layers") + 1
             pieces[at] = str(int(pieces[at]) - model_config.hf_config.num_hidden_layers)
         parts = fused.get(last, [last])
@@ -599,7 +729,9 @@ def _held(models, model_config, band):
             tensor, scale = _unpacked(module, key, band, model_config.dtype)
             sizes = [len(tensor) // len(parts)] * len(parts)
             if len(parts) == 3:
-                sizes = [module.num_heads * module.head_size] + [module.num_kv_heads * module.head_size] * 2
+                sizes = [module.num_heads * module.head_size] + [
+                    module.num_kv_heads * module.head_size
+                ] * 2
             elif hasattr(module, "shard_indices"):  # vocabulary rows of this rank, padding left out
                 tensor = tensor[: module.shard_indices.num_org_elements]
                 sizes = [len(tensor)]
@@ -611,7 +743,10 @@ def _unpacked(module, key, band, dtype):
     """(tensor, FP8 scale or None) that the layer multiplies with."""
     tensor = getattr(module, key).data
     if tensor.dtype == torch.float8_e4m3fn:
-        return tensor.t(), module.weight_scale.data  # stored transposed, see Fp8PerTensorOnlineLinearMethod
+        return (
+            tensor.t(),
+            module.weight_scale.data,
+        )  # stored transposed, see Fp8PerTensorOnlineLinearMethod
     if key == "bias" or not hasattr(module, "cpu_linear"):
         return _band(tensor.to(dtype), band), None  # the CPU backend holds some biases in float32
     # The CPU backend packs the weight away. Rows of the identity matrix bring its columns back, bit for bit but for the
@@ -653,7 +788,9 @@ def _digest(tensor):
     Not cryptographic: it finds mistakes, not attacks. Integer arithmetic modulo 2^64, so the order of the sum is free.
     """
     flat = tensor.detach().reshape(-1)
-    num_words = 1 << 22 if flat.is_cuda else 1 << 15  # at a time: few launches on a GPU, what fits the cache on a CPU
+    num_words = (
+        1 << 22 if flat.is_cuda else 1 << 15
+    )  # at a time: few launches on a GPU, what fits the cache on a CPU
     odd = torch.arange(1, 2 * min(num_words, tensor.nbytes // 8 + 1), 2, device=flat.device)
     total = torch.full((), tensor.nbytes, device=flat.device)
     for i, chunk in enumerate(flat.split(num_words * 8 // flat.element_size())):
@@ -674,7 +811,9 @@ def _hex(digests):
 def _numbers(scalars):
     """{name: number} of {name: 0-dim tensor}, on whichever devices these lie."""
     device = next(iter(scalars.values())).device if scalars else None
-    numbers = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist() if scalars else []
+    numbers = (
+        torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist() if scalars else []
+    )
     return dict(zip(scalars, numbers, strict=True))
 
 
@@ -701,18 +840,28 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
     Returns SyncReport. The prefix cache is reset. DrafterSyncError names the tensors and says whether the engine still
     holds what it held or mixed weights; a whole push heals the latter. ValueError and TypeError for other arguments.
     """
-    if not isinstance(drafter, bool) or not isinstance(verify, (bool, str)) or verify not in (True, False, "sample"):
+    if (
+        not isinstance(drafter, bool)
+        or not isinstance(verify, (bool, str))
+        or verify not in (True, False, "sample")
+    ):
         raise ValueError(
             f'drafter={drafter!r}, verify={verify!r}; wanted True or False (verify also "sample"): pass it'
         )
     if type(bucket_bytes) is not int or bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes!r}; wanted a whole number above 0: pass 256 * 2**20, say")
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes!r}; wanted a whole number above 0: pass 256 * 2**20, say"
+        )
     begun_at = time.perf_counter()
     worker = _describe(llm)
     drafter = _check_engine(llm, worker, drafter)
     hf_config = llm.llm_engine.model_config.hf_config
-    shapes = {name: shape for _, shapes in _layouts(hf_config).values() for name, shape in shapes.items()}
-    shapes = {name: shape for name, shape in shapes.items() if drafter or ".mtp_layers." not in name}
+    shapes = {
+        name: shape for _, shapes in _layouts(hf_config).values() for name, shape in shapes.items()
+    }
+    shapes = {
+        name: shape for name, shape in shapes.items() if drafter or ".mtp_layers." not in name
+    }
     num_bytes = sum(map(math.prod, shapes.values())) * getattr(torch, worker["dtype"]).itemsize
     band = (random.random(), 64) if verify == "sample" else WHOLE if verify else None
     sent, largest, begun, state = {}, {}, False, "The engine is unchanged"
@@ -729,19 +878,27 @@ def sync_weights(llm, named_tensors, *, drafter=True, verify=True, bucket_bytes=
             _refuse_non_finite(largest)
             state = "The engine now holds mixed weights, until a whole push succeeds"
             if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)  # the workers read from another stream, in another process
+                torch.cuda.synchronize(
+                    buffer.device
+                )  # the workers read from another stream, in another process
             _rpc(llm, "drafter_sync_load", pieces)
         results = _rpc(llm, "drafter_sync_finish", True)
         _compare(results, sent)
     except BaseException as error:
         if begun:
-            with contextlib.suppress(Exception):  # out of the reload state: the engine runs, the next push can begin
+            with contextlib.suppress(
+                Exception
+            ):  # out of the reload state: the engine runs, the next push can begin
                 _rpc(llm, "drafter_sync_finish", False)
         state = "The engine is dead: start a new one" if _is_dead(llm) else state
         if not isinstance(error, Exception):
             error.add_note(state)
             raise
-        what = error if isinstance(error, (DrafterSyncError, TypeError)) else f"{type(error).__name__}: {error}"
+        what = (
+            error
+            if isinstance(error, (DrafterSyncError, TypeError))
+            else f"{type(error).__name__}: {error}"
+        )
         raise DrafterSyncError(f"{what}. {state}") from error
     counts = [*results[0][0], 0]
     return SyncReport(counts[0], counts[1], num_bytes, time.perf_counter() - begun_at)
@@ -753,11 +910,15 @@ def drafter_fingerprint(llm):
     llm as in sync_weights. Every bit counts (but -0.0 as 0.0), also of scales. DrafterSyncError without a drafter.
     """
     if not _describe(llm)["drafter"]:
-        raise DrafterSyncError("the engine has no drafter; wanted one: start vLLM with speculative_config, method mtp")
+        raise DrafterSyncError(
+            "the engine has no drafter; wanted one: start vLLM with speculative_config, method mtp"
+        )
     prints = _rpc(llm, "drafter_sync_fingerprint")
     if len(prints) == 1:
         return prints[0]
-    return {f"{name}@{rank}": digest for rank, of in enumerate(prints) for name, digest in of.items()}
+    return {
+        f"{name}@{rank}": digest for rank, of in enumerate(prints) for name, digest in of.items()
+    }
 
 
 def _describe(llm):
@@ -766,7 +927,9 @@ def _describe(llm):
     try:
         return _rpc(llm, "drafter_sync_describe")[0]
     except DrafterSyncError as error:
-        wanted = 'an engine that lives, with worker_extension_cls="drafter_sync.DrafterSyncExtension"'
+        wanted = (
+            'an engine that lives, with worker_extension_cls="drafter_sync.DrafterSyncExtension"'
+        )
         raise DrafterSyncError(f"{error}; wanted {wanted}: start one") from error
 
 
@@ -774,16 +937,28 @@ def _check_engine(llm, worker, drafter):
     """Whether the drafter takes part. Refuses, before anything has changed, what a push would break."""
     if llm.llm_engine.has_unfinished_requests():
         came = "requests are in flight, half of their tokens would come from other weights"
-        raise DrafterSyncError(f"{came}; wanted none: finish or abort them. The engine is unchanged")
+        raise DrafterSyncError(
+            f"{came}; wanted none: finish or abort them. The engine is unchanged"
+        )
     if drafter and worker["method"] and not worker["drafter"]:
         came = f"speculation ({worker['method']}) is on, and the runner has no model at drafter or speculator"
-        raise DrafterSyncError(f"{came}; wanted one: use vLLM 0.25 to 0.32, or drafter=False if it drafts without one")
+        raise DrafterSyncError(
+            f"{came}; wanted one: use vLLM 0.25 to 0.32, or drafter=False if it drafts without one"
+        )
     if worker["pp_size"] > 1 or not worker["shares_embedding"]:
         came = f"vLLM runs {worker['pp_size']} pipeline stages, or its drafter has an embedding of its own"
-        raise DrafterSyncError(f"{came}; wanted one stage, where MTP shares the target's: start it so")
-    if not drafter and worker["drafter"] and (lost := sorted(set().union(*_rpc(llm, "drafter_sync_lost")))):
+        raise DrafterSyncError(
+            f"{came}; wanted one stage, where MTP shares the target's: start it so"
+        )
+    if (
+        not drafter
+        and worker["drafter"]
+        and (lost := sorted(set().union(*_rpc(llm, "drafter_sync_lost"))))
+    ):
         came = f"drafter=False, and the drafter is not as the last push left it (sleep level 2, a failed push): {lost}"
-        raise DrafterSyncError(f"{came}; wanted it whole: push with drafter=True. The engine is unchanged")
+        raise DrafterSyncError(
+            f"{came}; wanted it whole: push with drafter=True. The engine is unchanged"
+        )
     return drafter and worker["drafter"]
 
 
@@ -814,7 +989,9 @@ def _rpc(llm, method, *args):
             raise DrafterSyncError(f"the engine's process died during {method}")
     error = call.exception()
     if isinstance(error, Exception):
-        raise DrafterSyncError(f"{method} failed in a vLLM worker: {type(error).__name__}: {error}") from error
+        raise DrafterSyncError(
+            f"{method} failed in a vLLM worker: {type(error).__name__}: {error}"
+        ) from error
     return call.result()
 
 
@@ -824,10 +1001,14 @@ def _checked(named_tensors, shapes, tied, worker, band, sent, largest):
     Into sent go its digests, into largest its largest absolute value, still on the device: looked at once a bucket.
     """
     pairs = _pairs(named_tensors)
-    if isinstance(named_tensors, (dict, list, tuple)):  # seen at once, so refused before anything is loaded
+    if isinstance(
+        named_tensors, (dict, list, tuple)
+    ):  # seen at once, so refused before anything is loaded
         pairs = list(pairs)
         _refuse_missing(shapes, {name for name, _ in pairs})
-    passed_over = () if any(".mtp_layers." in name for name in shapes) else (".mtp_layers.",)  # no drafter takes part
+    passed_over = (
+        () if any(".mtp_layers." in name for name in shapes) else (".mtp_layers.",)
+    )  # no drafter takes part
     for name, tensor in _without_tied_head(pairs) if tied else pairs:
         if any(part in name for part in passed_over):
             continue
@@ -836,23 +1017,31 @@ def _checked(named_tensors, shapes, tied, worker, band, sent, largest):
             raise DrafterSyncError(f"{came}; wanted each of the checkpoint's once: drop it")
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point() or tensor.is_meta:
             came = f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise DrafterSyncError(f"{came}; wanted floats {list(shapes[name])}: push the model that the engine runs")
+            raise DrafterSyncError(
+                f"{came}; wanted floats {list(shapes[name])}: push the model that the engine runs"
+            )
         tensor = tensor.detach().to(getattr(torch, worker["dtype"]))
         largest[name] = torch.linalg.vector_norm(tensor, torch.inf)
         ranks = range(worker["tp_size"] if band else 0)
-        sent[name] = [_digest(_band(_shard(name, tensor, rank, len(ranks)), band)) for rank in ranks]
+        sent[name] = [
+            _digest(_band(_shard(name, tensor, rank, len(ranks)), band)) for rank in ranks
+        ]
         yield name, tensor
     _refuse_missing(shapes, sent)
 
 
 def _refuse_missing(shapes, names):
     if missing := sorted(set(shapes) - set(names)):
-        raise DrafterSyncError(f"{missing} are missing from the push; wanted the whole checkpoint: add them")
+        raise DrafterSyncError(
+            f"{missing} are missing from the push; wanted the whole checkpoint: add them"
+        )
 
 
 def _refuse_non_finite(largest):
     if bad := [name for name, value in _numbers(largest).items() if not math.isfinite(value)]:
-        raise DrafterSyncError(f"{bad} hold NaN or infinity; wanted finite weights: look at the last update")
+        raise DrafterSyncError(
+            f"{bad} hold NaN or infinity; wanted finite weights: look at the last update"
+        )
     largest.clear()
 
 
@@ -866,16 +1055,25 @@ def _make_buffer(worker, device, size):
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        yield buffer, {"size": size, "ipc": list(reduce_tensor(buffer)[1][6:])}  # device, handle, event: plain values
+        yield (
+            buffer,
+            {"size": size, "ipc": list(reduce_tensor(buffer)[1][6:])},
+        )  # device, handle, event: plain values
     else:  # a file in shared memory, unlinked as soon as the workers have it open: nothing is left behind
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # macOS has none, and shares any file
+        folder = (
+            "/dev/shm" if os.path.isdir("/dev/shm") else None
+        )  # macOS has none, and shares any file
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             try:
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)  # without it, a lack of space is a SIGBUS later
+                    os.posix_fallocate(
+                        file.fileno(), 0, size
+                    )  # without it, a lack of space is a SIGBUS later
             except OSError as error:
                 came = f"{file.name} has no room for a bucket of {size:,} bytes ({error})"
-                raise DrafterSyncError(f"{came}; wanted as much: pass a smaller bucket_bytes, or enlarge it") from error
+                raise DrafterSyncError(
+                    f"{came}; wanted as much: pass a smaller bucket_bytes, or enlarge it"
+                ) from error
             buffer = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
             yield buffer, {"size": size, "path": file.name}
 
@@ -891,7 +1089,9 @@ def _fill(buffer, stream):
                 pieces, used = [], 0
             size = min(len(content) - at, len(buffer) - used)
             buffer[used : used + size] = content[at : at + size]
-            pieces.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, used, size))
+            pieces.append(
+                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, used, size)
+            )
             at, used = at + size, used + size
     yield pieces
 
@@ -899,11 +1099,15 @@ def _fill(buffer, stream):
 def _compare(results, sent):
     for rank, (_, missed, held) in enumerate(results):
         if missed:
-            raise DrafterSyncError(f"vLLM wrote nothing to {missed}; wanted all written: this vLLM has other names")
+            raise DrafterSyncError(
+                f"vLLM wrote nothing to {missed}; wanted all written: this vLLM has other names"
+            )
         wanted = _hex({name: digests[rank] for name, digests in sent.items() if digests})
         if wrong := sorted(name for name in wanted if held.get(name) != wanted[name]):
             came = f"worker {rank} holds something else than what was sent in {len(wrong)} tensors: {wrong[:8]}"
-            raise DrafterSyncError(f"{came}; wanted what was sent, bit for bit: push again, look for another writer")
+            raise DrafterSyncError(
+                f"{came}; wanted what was sent, bit for bit: push again, look for another writer"
+            )
 
 
 if __name__ == "__main__":

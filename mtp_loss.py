@@ -41,7 +41,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
-def mtp_cross_entropy(hidden, output_layer, targets, mask, *, output_weight=None, chunk_tokens=1024):
+def mtp_cross_entropy(
+    hidden, output_layer, targets, mask, *, output_weight=None, chunk_tokens=1024
+):
     """Cross entropy and top-1 of the masked-in slots, through a head that gets no gradient.
 
     hidden         [s, b, h] floats; from a sequence-parallel model this rank's [s / tp, b, h], gathered in here.
@@ -59,25 +61,37 @@ def mtp_cross_entropy(hidden, output_layer, targets, mask, *, output_weight=None
     """
     _check_tensor("hidden", hidden, "[s, b, h]", floating=True)
     if not callable(output_layer):
-        raise TypeError(f"output_layer is {type(output_layer).__name__}; wanted a callable: pass the head's module")
+        raise TypeError(
+            f"output_layer is {type(output_layer).__name__}; wanted a callable: pass the head's module"
+        )
     weight = getattr(output_layer, "weight", None) if output_weight is None else output_weight
     if weight is not None:
         _check_tensor("output_weight", weight, "[V, h]", floating=True)
         if weight.shape[1] != hidden.shape[2] or weight.dtype != hidden.dtype:
             came = f"output_weight is {weight.dtype} {list(weight.shape)}, hidden {hidden.dtype} {list(hidden.shape)}"
-            raise ValueError(f"{came}; wanted one dtype and one h: pass the weight of this model's head")
+            raise ValueError(
+                f"{came}; wanted one dtype and one h: pass the weight of this model's head"
+            )
     # Detached, it takes Megatron's head down its frozen-weight path: no weight gradient, no fused add to main_grad.
     weight = None if weight is None else weight.detach()
     with _whole_sequence(hidden, output_layer) as whole:
         _check_arguments(whole, targets, mask, chunk_tokens)
-        slots_N = mask.bool().t().reshape(-1).nonzero()[:, 0]  # in [s, b] order, as hidden lies in memory
+        slots_N = (
+            mask.bool().t().reshape(-1).nonzero()[:, 0]
+        )  # in [s, b] order, as hidden lies in memory
         targets_N = targets.t().reshape(-1)[slots_N]
-        wants_grad = whole.requires_grad and torch.is_grad_enabled()  # inside a Function this can't be told any more
-        return _ChunkedCrossEntropy.apply(whole, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad)
+        wants_grad = (
+            whole.requires_grad and torch.is_grad_enabled()
+        )  # inside a Function this can't be told any more
+        return _ChunkedCrossEntropy.apply(
+            whole, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad
+        )
 
 
 @contextmanager
-def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denominator=None, chunk_tokens=1024):
+def patch_mtp_loss(
+    model, *, detach_trunk=True, rule="target", scale=None, denominator=None, chunk_tokens=1024
+):
     """Inside, a Megatron GPTModel returns its main head's logits, and any backward through them trains MTP too.
 
     Call model(input_ids, position_ids, attention_mask, labels=..., loss_mask=..., packed_seq_params=...) with
@@ -111,42 +125,65 @@ def patch_mtp_loss(model, *, detach_trunk=True, rule="target", scale=None, denom
         came = "this model has a _postprocess of its own: it is patched already, here or by another library"
         raise RuntimeError(f"{came}; wanted Megatron's: leave the other context first")
     if not isinstance(detach_trunk, bool):
-        raise TypeError(f"detach_trunk is {detach_trunk!r}; wanted True or False: pass one of the two")
+        raise TypeError(
+            f"detach_trunk is {detach_trunk!r}; wanted True or False: pass one of the two"
+        )
     _check_chunk_tokens(chunk_tokens)
-    for name, given, most in (("scale", scale, 0), ("denominator", denominator, 1)):  # most: dimensions
+    for name, given, most in (
+        ("scale", scale, 0),
+        ("denominator", denominator, 1),
+    ):  # most: dimensions
         for number in given if most and isinstance(given, (list, tuple)) else [given]:
-            is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0
-            is_number = is_number and (isinstance(number, float) or number < 2.0**127)  # an int can be past any float
+            is_number = (
+                isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0
+            )
+            is_number = is_number and (
+                isinstance(number, float) or number < 2.0**127
+            )  # an int can be past any float
             if isinstance(number, torch.Tensor) and not number.is_nested:
                 is_number = number.dim() <= most and not number.is_complex() and not number.is_meta
             if not is_number and number is not None:
-                raise ValueError(f"{name} is {given!r:.60}; wanted a number, 0 or more, or None: pass that")
+                raise ValueError(
+                    f"{name} is {given!r:.60}; wanted a number, 0 or more, or None: pass that"
+                )
     if not isinstance(rule, str) or rule not in ("target", "drafted"):
         raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted': pass one of the two")
     if getattr(model.config, "mtp_detach_heads", False) and not detach_trunk:
         came = "detach_trunk is False and config.mtp_detach_heads True: Megatron would detach all the same"
-        raise ValueError(f"{came}; wanted the two to agree: build the model without mtp_detach_heads")
+        raise ValueError(
+            f"{came}; wanted the two to agree: build the model without mtp_detach_heads"
+        )
     stock = model._postprocess
     options = (detach_trunk, rule, scale, denominator, chunk_tokens)
 
     def postprocess(**arguments):  # GPTModel.forward passes keywords only
         record.depths = []
         if arguments["labels"] is not None and arguments["loss_mask"] is None:
-            came = "labels came without loss_mask: Megatron would then count every slot, prompts too"
+            came = (
+                "labels came without loss_mask: Megatron would then count every slot, prompts too"
+            )
             raise ValueError(f"{came}; wanted both, [b, s]: pass the label-aligned response mask")
         if arguments["labels"] is not None:
             for name in ("labels", "loss_mask"):
                 _check_tensor(name, arguments[name], "[b, s]")
             if arguments["labels"].dtype != torch.int64 or not arguments["labels"].numel():
                 came = f"labels is {arguments['labels'].dtype} {list(arguments['labels'].shape)}"
-                raise TypeError(f"{came}; wanted torch.int64 [b, s], not empty: call .long(), or skip the batch")
+                raise TypeError(
+                    f"{came}; wanted torch.int64 [b, s], not empty: call .long(), or skip the batch"
+                )
         # mtp_in_postprocess is off inside skip_mtp (ref_disable.py).
-        if arguments["labels"] is not None and arguments["mtp_in_postprocess"] and torch.is_grad_enabled():
+        if (
+            arguments["labels"] is not None
+            and arguments["mtp_in_postprocess"]
+            and torch.is_grad_enabled()
+        ):
             # Onto the state before the head, as Megatron does: the logits may then be changed in place.
             arguments["hidden_states"] = _add_mtp_losses(model, arguments, record, *options)
         # With MTP in its config 0.16 would crash without labels, and 0.19 would make up its own from input_ids.
         with _replaced(model.config, "mtp_num_layers", None):
-            return stock(**arguments | {"labels": None, "loss_mask": None, "mtp_in_postprocess": False})
+            return stock(
+                **arguments | {"labels": None, "loss_mask": None, "mtp_in_postprocess": False}
+            )
 
     with _replaced(model, "_postprocess", postprocess):
         yield record
@@ -169,10 +206,14 @@ def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_p
         _check_tensor(name, ids, "[b, s]")
         if ids.dtype != torch.int64 or ids.shape != input_ids.shape:
             came = f"{name} is {ids.dtype} {list(ids.shape)}, input_ids has shape {list(input_ids.shape)}"
-            raise ValueError(f"{came}; wanted torch.int64, the same shape twice: pass the model's own batch")
+            raise ValueError(
+                f"{came}; wanted torch.int64, the same shape twice: pass the model's own batch"
+            )
     if not input_ids.numel() or not 0 <= input_ids.min() <= input_ids.max() < model.vocab_size:
         came = f"input_ids holds {f'{input_ids.min()} to {input_ids.max()}' if input_ids.numel() else 'no token'}"
-        raise ValueError(f"{came}; wanted 0 to {model.vocab_size - 1}, the vocabulary: pass this model's own tokens")
+        raise ValueError(
+            f"{came}; wanted 0 to {model.vocab_size - 1}, the vocabulary: pass this model's own tokens"
+        )
 
     def postprocess(**arguments):
         hidden, *_ = _run_mtp(model, arguments, detach_trunk=True)
@@ -180,14 +221,18 @@ def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_p
             flat_TD = whole.reshape(-1, whole.shape[2])
             slots_T = torch.arange(len(flat_TD), device=whole.device)
             nothing_T = torch.zeros_like(slots_T)  # there are no targets; any token will do
-            token_T = _score_slots(flat_TD, model.output_layer, _tied_weight(model), slots_T, nothing_T, 1024, False)[1]
+            token_T = _score_slots(
+                flat_TD, model.output_layer, _tied_weight(model), slots_T, nothing_T, 1024, False
+            )[1]
             return token_T.view(whole.shape[:2]).t().contiguous()
 
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with _replaced(model, "_postprocess", postprocess):
-            return model(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
+            return model(
+                input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params
+            )
     finally:
         for module in training:
             module.training = True
@@ -203,7 +248,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             flat_TD, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad
         )
         loss_T = loss_N.new_zeros(len(flat_TD)).index_copy_(0, slots_N, loss_N)
-        correct_T = torch.zeros_like(loss_T, dtype=torch.bool).index_copy_(0, slots_N, token_N == targets_N)
+        correct_T = torch.zeros_like(loss_T, dtype=torch.bool).index_copy_(
+            0, slots_N, token_N == targets_N
+        )
         loss, correct = (x.view(hidden.shape[:2]).t().contiguous() for x in (loss_T, correct_T))
         ctx.save_for_backward(slots_N, grad_ND)
         ctx.shape = hidden.shape
@@ -234,7 +281,9 @@ def _score_slots(flat_TD, output_layer, weight, slots_N, targets_N, chunk_tokens
             logits = logits if bias is None else logits + bias.detach()
         if start == 0:
             _check_targets(targets_N, logits.shape[2] * (group.size() if group else 1))
-        loss_N[chunk], token_N[chunk], dlogits = _score(logits.detach()[:, 0], targets_N[chunk], group, wants_grad)
+        loss_N[chunk], token_N[chunk], dlogits = _score(
+            logits.detach()[:, 0], targets_N[chunk], group, wants_grad
+        )
         if wants_grad:  # by the layer's own backward, which also sums over tensor-parallel ranks
             grad_ND[chunk] = torch.autograd.grad(logits, rows, dlogits[:, None])[0]
         del logits, dlogits  # or they would live on while the next chunk is projected
@@ -281,7 +330,9 @@ def _fused():
 
 def _over_ranks(top_N, token_N, total_N, target_N, group):
     """The same four of the whole vocabulary, from every rank's share."""
-    mine = torch.stack([top_N, token_N.to(top_N.dtype), total_N, target_N])  # tokens below 2**24 are exact in float32
+    mine = torch.stack(
+        [top_N, token_N.to(top_N.dtype), total_N, target_N]
+    )  # tokens below 2**24 are exact in float32
     shares = [torch.empty_like(mine) for _ in range(group.size())]
     torch.distributed.all_gather(shares, mine, group=group)
     tops, tokens, totals, targets = torch.stack(shares, dim=1)  # each [tp, n]
@@ -302,15 +353,26 @@ def _add_mtp_losses(model, arguments, record, detach_trunk, rule, scale, denomin
         came = f"denominator has {len(divisors)} entries, the model {num_depths} depths"
         raise ValueError(f"{came}; wanted one number, or one a depth: pass that")
     states = _run_mtp(model, arguments, detach_trunk)
-    for state, (targets, mask), divisor in zip(states, _rolled(model, arguments, rule), divisors, strict=False):
+    for state, (targets, mask), divisor in zip(
+        states, _rolled(model, arguments, rule), divisors, strict=False
+    ):
         loss, correct = mtp_cross_entropy(
-            state, model.output_layer, targets, mask, output_weight=_tied_weight(model), chunk_tokens=chunk_tokens
+            state,
+            model.output_layer,
+            targets,
+            mask,
+            output_weight=_tied_weight(model),
+            chunk_tokens=chunk_tokens,
         )
         tokens = mask.sum()
         divisor = tokens if divisor is None else divisor
-        divisor = divisor + (divisor == 0)  # no token anywhere: 0 / 1, where Megatron 0.16 has 0 / 0
+        divisor = divisor + (
+            divisor == 0
+        )  # no token anywhere: 0 / 1, where Megatron 0.16 has 0 / 0
         hidden = MTPLossAutoScaler.apply(hidden, scale / num_depths * loss.sum() / divisor)
-        record.depths.append({"loss_sum": loss.detach().sum(), "tokens": tokens, "correct": correct.sum()})
+        record.depths.append(
+            {"loss_sum": loss.detach().sum(), "tokens": tokens, "correct": correct.sum()}
+        )
     return hidden
 
 
@@ -325,7 +387,9 @@ def _run_mtp(model, arguments, detach_trunk):
         def embedding(*args, **kwargs):
             return model.embedding(*args, **kwargs).detach()
 
-    known = inspect.signature(type(model.mtp).forward).parameters  # padding_mask, say, is there from 0.18 on
+    known = inspect.signature(
+        type(model.mtp).forward
+    ).parameters  # padding_mask, say, is there from 0.18 on
     passed = {name: value for name, value in arguments.items() if name in known}
     states = model.mtp(**passed | {"hidden_states": hidden, "embedding": embedding})
     return states.chunk(1 + model.config.mtp_num_layers)[1:]
@@ -335,7 +399,11 @@ def _rolled(model, arguments, rule):
     """Yields targets and mask [b, s] of depths 1, 2 and so on; Megatron's roll knows documents and zig-zag shards."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    labels, mask, packed = arguments["labels"], arguments["loss_mask"], arguments["packed_seq_params"]
+    labels, mask, packed = (
+        arguments["labels"],
+        arguments["loss_mask"],
+        arguments["packed_seq_params"],
+    )
     _check_mask(mask)
     if labels.shape != mask.shape:
         came = f"labels has shape {list(labels.shape)}, loss_mask {list(mask.shape)}"
@@ -344,7 +412,9 @@ def _rolled(model, arguments, rule):
     both = torch.stack([labels, mask.to(labels.dtype)])
     drafted = both[1]
     while True:
-        both, _ = roll_tensor(both, shifts=-1, dims=-1, cp_group=model.mtp.cp_group, packed_seq_params=packed)
+        both, _ = roll_tensor(
+            both, shifts=-1, dims=-1, cp_group=model.mtp.cp_group, packed_seq_params=packed
+        )
         drafted = drafted * both[1]
         yield both[0], (drafted if rule == "drafted" else both[1]).bool()
 
@@ -375,13 +445,21 @@ def _replaced(owner, name, value):
 
 
 def _tied_weight(model):
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else None
+    )
 
 
 def _vocabulary_group(output_layer):
     """The ranks that each hold a share of the logits; None where they are whole."""
     group = getattr(output_layer, "tp_group", None)
-    return None if group is None or group.size() == 1 or getattr(output_layer, "gather_output", False) else group
+    return (
+        None
+        if group is None or group.size() == 1 or getattr(output_layer, "gather_output", False)
+        else group
+    )
 
 
 def _wide(dtype):
@@ -394,27 +472,49 @@ def _check_model(model):
     from megatron.core.transformer import multi_token_prediction
 
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; wanted a Megatron GPTModel with MTP layers: pass that")
+        raise TypeError(
+            f"model is {type(model).__name__}; wanted a Megatron GPTModel with MTP layers: pass that"
+        )
     if not hasattr(model, "mtp") or not hasattr(model, "output_layer"):
         came = f"{type(model).__name__} has no {'head' if hasattr(model, 'mtp') else 'MTP layers'} on this rank"
-        raise RuntimeError(f"{came}; wanted both on the last pipeline stage: build it with mtp_num_layers there")
+        raise RuntimeError(
+            f"{came}; wanted both on the last pipeline stage: build it with mtp_num_layers there"
+        )
     functions = (getattr(type(model), "_postprocess", _check_model), type(model.mtp).forward)
     there = {name for function in functions for name in inspect.signature(function).parameters}
     there |= set(dir(multi_token_prediction))
-    wanted = {"roll_tensor", "MTPLossAutoScaler", "mtp_in_postprocess", "loss_mask", "hidden_states", "embedding"}
+    wanted = {
+        "roll_tensor",
+        "MTPLossAutoScaler",
+        "mtp_in_postprocess",
+        "loss_mask",
+        "hidden_states",
+        "embedding",
+    }
     if missing := sorted(wanted - there):
         came = f"megatron-core {megatron.core.__version__} has no {', '.join(missing)} at GPTModel._postprocess"
         raise RuntimeError(f"{came}; wanted what 0.16 to 0.19 have: install one of those")
-    for name in ("use_mup", "defer_embedding_wgrad_compute"):  # scaled logits; a head that keeps its inputs
+    for name in (
+        "use_mup",
+        "defer_embedding_wgrad_compute",
+    ):  # scaled logits; a head that keeps its inputs
         if getattr(model.config, name, False):
-            raise ValueError(f"config.{name} is on; wanted it off, the chunked head does not do it: build without it")
+            raise ValueError(
+                f"config.{name} is on; wanted it off, the chunked head does not do it: build without it"
+            )
 
 
 def _check_packed(packed):
     padded = None if packed is None else packed.cu_seqlens_q_padded
-    if padded is not None and padded is not packed.cu_seqlens_q and not torch.equal(padded, packed.cu_seqlens_q):
+    if (
+        padded is not None
+        and padded is not packed.cu_seqlens_q
+        and not torch.equal(padded, packed.cu_seqlens_q)
+    ):
         came = "cu_seqlens_q differs from cu_seqlens_q_padded, and Megatron rolls the MTP layer's tokens by the first"
-        raise ValueError(f"{came}; wanted one layout: put the padded offsets into both and mask the padding out")
+        raise ValueError(
+            f"{came}; wanted one layout: put the padded offsets into both and mask the padding out"
+        )
 
 
 def _check_arguments(hidden, targets, mask, chunk_tokens):
@@ -432,30 +532,44 @@ def _check_arguments(hidden, targets, mask, chunk_tokens):
 
 def _check_chunk_tokens(chunk_tokens):
     if type(chunk_tokens) is not int or chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024")
+        raise ValueError(
+            f"chunk_tokens is {chunk_tokens!r}; wanted an int, 1 or more: leave it at 1024"
+        )
 
 
 def _check_tensor(name, tensor, shape, floating=False):
     """A dense tensor with as many dimensions as `shape` names, of a kind that torch can compute with."""
-    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    is_dense = (
+        isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    )
     if not is_dense or tensor.is_meta or tensor.is_complex():
-        came = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        came = (
+            f"{tensor.dtype} {tensor.layout}"
+            if isinstance(tensor, torch.Tensor)
+            else type(tensor).__name__
+        )
         raise TypeError(f"{name} is {came}; wanted a dense tensor {shape} with data: convert it")
     if tensor.dim() != shape.count(",") + 1 or (floating and not tensor.is_floating_point()):
         kind = "floats " if floating else ""
-        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; wanted {kind}{shape}: convert it")
+        raise TypeError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; wanted {kind}{shape}: convert it"
+        )
 
 
 def _check_mask(mask):
     if mask.dtype != torch.bool and (wrong := (mask != 0) & (mask != 1)).any():
-        raise ValueError(f"the mask holds {mask[wrong][0].item()}; wanted 0 or 1: weigh the loss instead")
+        raise ValueError(
+            f"the mask holds {mask[wrong][0].item()}; wanted 0 or 1: weigh the loss instead"
+        )
 
 
 def _check_targets(targets_N, vocab_size):
     # Tensor-parallel ranks would not notice: none would own the target, and the loss would be wrong.
     if (wrong := (targets_N < 0) | (targets_N >= vocab_size)).any():
         came = f"a masked-in slot has target {targets_N[wrong][0].item()}"
-        raise ValueError(f"{came}; wanted 0 to {vocab_size - 1}: mask out the slots that have no target")
+        raise ValueError(
+            f"{came}; wanted 0 to {vocab_size - 1}: mask out the slots that have no target"
+        )
 
 
 def measure_gradients(detach_trunk, tied=False, depths=1, recompute=False):
@@ -465,26 +579,36 @@ def measure_gradients(detach_trunk, tied=False, depths=1, recompute=False):
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    import train_mimo  # for the demo alone; the fix needs none of its siblings
+    import toy.model
 
     MTPLossLoggingHelper.tracker.clear()  # class-wide: a model with more depths than the last crashes (slime#2131)
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    config = train_mimo.mimo_config(hidden_size=32, num_heads=2, ffn_size=32, mtp_layers=depths, tied=tied)
-    model = train_mimo.build_model(config, **full if recompute else {})
-    tokens = torch.randint(48, (1, 32), generator=torch.Generator().manual_seed(0))  # of a vocabulary of 64
+    config = toy.model.mimo_config(
+        hidden_size=32, num_heads=2, ffn_size=32, mtp_layers=depths, tied=tied
+    )
+    model = toy.model.build_model(config, **full if recompute else {})
+    tokens = torch.randint(
+        48, (1, 32), generator=torch.Generator().manual_seed(0)
+    )  # of a vocabulary of 64
     inputs = dict(labels=tokens.roll(-1, dims=1), loss_mask=torch.ones(1, 32))
-    with nullcontext() if detach_trunk is None else patch_mtp_loss(model, detach_trunk=detach_trunk):
+    with (
+        nullcontext() if detach_trunk is None else patch_mtp_loss(model, detach_trunk=detach_trunk)
+    ):
         try:
             model(tokens, torch.arange(32)[None], None, **inputs).sum().mul(0).backward()
         except TypeError:  # megatron-core 0.18 can't recompute MTP: fix 3, mtp_recompute.py
             return "xxxxx"
-    moved = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    moved = {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()
+    }
     embedding = moved.get("embedding.word_embeddings.weight", torch.zeros(64, 1))
     columns = [
         embedding[:48].any(),
         any(name.startswith("decoder.layers") for name in moved),
         "decoder.final_layernorm.weight" in moved,
-        embedding[48:].any() if tied else "output_layer.weight" in moved,  # tokens 48 to 63 are never looked up
+        embedding[48:].any()
+        if tied
+        else "output_layer.weight" in moved,  # tokens 48 to 63 are never looked up
         all(name in moved for name, _ in model.named_parameters() if name.startswith("mtp.")),
     ]
     return "".join("#" if moves else "." for moves in columns)
@@ -494,19 +618,27 @@ def main():
     """Print the gradient matrix of the Megatron that is installed."""
     import megatron.core
 
-    import train_mimo
+    import toy.model
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    train_mimo.init_megatron("cpu")
-    version = megatron.core.__version__.split("+")[0]  # after the + stands the commit of whatever folder this runs in
-    print(f"megatron-core {version}, policy loss times 0: # moves, . does not, x Megatron crashes\n")
+    toy.model.init_megatron("cpu")
+    version = megatron.core.__version__.split("+")[
+        0
+    ]  # after the + stands the commit of whatever folder this runs in
+    print(
+        f"megatron-core {version}, policy loss times 0: # moves, . does not, x Megatron crashes\n"
+    )
     print(f"{'':<27}{'stock Megatron':<27}{'detach_trunk=False':<27}detach_trunk=True")
-    print(f"{'head    depths  recompute':<27}" + "  ".join(["emb trunk norm head mtp  "] * 3).rstrip())
+    print(
+        f"{'head    depths  recompute':<27}" + "  ".join(["emb trunk norm head mtp  "] * 3).rstrip()
+    )
     for tied, depths, recompute in itertools.product((False, True), (1, 2), (False, True)):
         cells = (measure_gradients(way, tied, depths, recompute) for way in (None, False, True))
         row = "".join(f"{'{:^3} {:^5} {:^4} {:^4} {:^3}'.format(*cell):<27}" for cell in cells)
-        print(f"{'tied' if tied else 'untied':<8}{depths:<8}{'full' if recompute else 'none':<11}{row}".rstrip())
+        print(
+            f"{'tied' if tied else 'untied':<8}{depths:<8}{'full' if recompute else 'none':<11}{row}".rstrip()
+        )
 
 
 if __name__ == "__main__":

@@ -64,9 +64,13 @@ def checkpoint_tensors(checkpoint, function, *args, **kwargs):
     def run(*given):
         if len(given) != num_tensors:
             came = f"checkpoint called run with {len(given)} tensors"
-            raise ValueError(f"{came}; wanted the {num_tensors} that it was given: call run(*tensors)")
+            raise ValueError(
+                f"{came}; wanted the {num_tensors} that it was given: call run(*tensors)"
+            )
         remaining = iter(given)
-        args, kwargs = _map_leaves(structure, lambda leaf: next(remaining) if leaf is hole else leaf)
+        args, kwargs = _map_leaves(
+            structure, lambda leaf: next(remaining) if leaf is hole else leaf
+        )
         return function(*args, **kwargs)
 
     return checkpoint(run, *tensors)
@@ -83,7 +87,9 @@ def _map_leaves(tree, change):
         return tree
     if isinstance(tree, tuple):
         return tree._make(new.values()) if hasattr(tree, "_make") else type(tree)(new.values())
-    rebuilt = copy.copy(tree)  # keeps a subclass and what it carries, such as a defaultdict's factory
+    rebuilt = copy.copy(
+        tree
+    )  # keeps a subclass and what it carries, such as a defaultdict's factory
     for key in changed:
         rebuilt[key] = new[key]
     return rebuilt
@@ -120,7 +126,10 @@ def patch_mtp_recompute():
     finally:
         last, layer_class._checkpointed_forward = layer_class._checkpointed_forward, found
         if last is not patched:
-            warnings.warn(f"{_name(last)} was put on inside patch_mtp_recompute and leaves with it", stacklevel=3)
+            warnings.warn(
+                f"{_name(last)} was put on inside patch_mtp_recompute and leaves with it",
+                stacklevel=3,
+            )
 
 
 def _find_adapter(found, layer_forward):
@@ -162,12 +171,16 @@ def _pass_padding_mask(found):
     """0.18: non-tensors are in the closure already, but `padding_mask` is not taken."""
 
     @functools.wraps(found)
-    def checkpointed_forward(self, hidden_states, decoder_input, *args, padding_mask=None, **kwargs):
+    def checkpointed_forward(
+        self, hidden_states, decoder_input, *args, padding_mask=None, **kwargs
+    ):
         _check_recompute(self.config)
         hidden_states, decoder_input = _one_requires_grad((hidden_states, decoder_input))
         layer = self
         if padding_mask is not None:
-            layer = copy.copy(self)  # shares every parameter; what is set on it goes with this call's graph
+            layer = copy.copy(
+                self
+            )  # shares every parameter; what is set on it goes with this call's graph
             forward = functools.partial(self._proj_and_transformer_layer, padding_mask=padding_mask)
             layer._proj_and_transformer_layer = forward
         return found(layer, hidden_states, decoder_input, *args, **kwargs)
@@ -189,7 +202,9 @@ def _one_requires_grad(tensors):
 def _check_recompute(config):
     method, num_layers = config.recompute_method, config.recompute_num_layers
     if method not in ("uniform", "block"):
-        raise ValueError(f"recompute_method is {method!r}; wanted 'uniform' or 'block': set one in the config")
+        raise ValueError(
+            f"recompute_method is {method!r}; wanted 'uniform' or 'block': set one in the config"
+        )
     if method == "uniform" and num_layers != 1:
         wanted = "1 with 'uniform': set it to 1, or use 'block', which leaves MTP layers without recompute"
         raise ValueError(f"recompute_num_layers is {num_layers!r}; wanted {wanted}")
@@ -205,7 +220,9 @@ def _is_ours(method):
 
 
 def _name(method):
-    code = getattr(method, "__code__", None)  # functools.wraps copies the name; the code object tells who it really is
+    code = getattr(
+        method, "__code__", None
+    )  # functools.wraps copies the name; the code object tells who it really is
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}" if code else repr(method)
 
 
@@ -213,22 +230,28 @@ def main():
     """Print the table at the head of this file from a computation."""
     from megatron.core import tensor_parallel
 
-    import train_mimo
+    import toy.model
 
-    train_mimo.init_megatron("cpu")
-    packed_seq_params = train_mimo.pack([[1, 2, 3], [4, 5]])[2]
+    toy.model.init_megatron("cpu")
+    packed_seq_params = toy.model.pack([[1, 2, 3], [4, 5]])[2]
 
     def checkpoint(run, *inputs):  # Megatron's own, the same in all four releases
         return tensor_parallel.checkpoint(run, False, *inputs)
 
-    def before(layer, **inputs):  # what 0.16.1 does in MultiTokenPredictionLayer._checkpointed_forward
+    def before(
+        layer, **inputs
+    ):  # what 0.16.1 does in MultiTokenPredictionLayer._checkpointed_forward
         return checkpoint(layer, *inputs.values())
 
     def after(layer, **inputs):
-        return checkpoint_tensors(lambda run, *tensors: checkpoint(run, *_one_requires_grad(tensors)), layer, **inputs)
+        return checkpoint_tensors(
+            lambda run, *tensors: checkpoint(run, *_one_requires_grad(tensors)), layer, **inputs
+        )
 
     def gradients(call, make_inputs):
-        trunk, weight, hidden, embedding = (torch.tensor(x, requires_grad=True) for x in (1.0, 2.0, 3.0, 5.0))
+        trunk, weight, hidden, embedding = (
+            torch.tensor(x, requires_grad=True) for x in (1.0, 2.0, 3.0, 5.0)
+        )
 
         def layer(hidden, embedding, packed_seq_params=None):
             return weight * (hidden[0] if isinstance(hidden, tuple) else hidden) + embedding**2
@@ -246,7 +269,11 @@ def main():
         return "no gradients, no error" if found == [None] * 3 else "other gradients, no error"
 
     rows = {
-        "PackedSeqParams": lambda h, e: {"hidden": h, "embedding": e, "packed_seq_params": packed_seq_params},
+        "PackedSeqParams": lambda h, e: {
+            "hidden": h,
+            "embedding": e,
+            "packed_seq_params": packed_seq_params,
+        },
         "keywords in another order": lambda h, e: {"embedding": e, "hidden": h},
         "a tensor in a tuple": lambda h, e: {"hidden": (h,), "embedding": e},
         "both inputs detached": lambda h, e: {"hidden": h.detach(), "embedding": e.detach()},

@@ -45,7 +45,9 @@ def without_mtp_config(hf_config):
         disabled = copy.deepcopy(hf_config)
     except Exception as error:
         came = f"hf_config holds what cannot be copied ({error!s:.60})"
-        raise TypeError(f"{came}; wanted plain values: take out locks, handles and the like") from error
+        raise TypeError(
+            f"{came}; wanted plain values: take out locks, handles and the like"
+        ) from error
     for part in _parts(disabled):
         for name in COUNT_NAMES:
             if isinstance(part, dict) and name in part:
@@ -65,12 +67,18 @@ def mtp_layer_count(hf_config):
     for part in _parts(hf_config):
         for name in COUNT_NAMES:
             count = part.get(name) if isinstance(part, dict) else getattr(part, name, None)
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-                raise ValueError(f"{name} is {count!r}; wanted an int, 0 or more: correct the config")
+            if count is not None and (
+                not isinstance(count, int) or isinstance(count, bool) or count < 0
+            ):
+                raise ValueError(
+                    f"{name} is {count!r}; wanted an int, 0 or more: correct the config"
+                )
             counts += [count] if count else []
     if not counts:
         came = f"MTP is asked for, and {' and '.join(COUNT_NAMES)} are absent, 0 or None in this config"
-        raise ValueError(f"{came}; wanted 1 or more: take a checkpoint that has MTP layers, or train without MTP")
+        raise ValueError(
+            f"{came}; wanted 1 or more: take a checkpoint that has MTP layers, or train without MTP"
+        )
     if len(set(counts)) > 1:
         came = f"the config gives the number of MTP layers as {' and as '.join(map(str, counts))}"
         raise ValueError(f"{came}; wanted one number: correct the config")
@@ -87,7 +95,9 @@ def reference_transformer_config(config):
     """
     if isinstance(config, type) or not hasattr(config, "mtp_num_layers"):
         came = f"config is {config!r:.60}, without mtp_num_layers"
-        raise TypeError(f"{came}; wanted a Megatron TransformerConfig: pass the object that the actor was built with")
+        raise TypeError(
+            f"{came}; wanted a Megatron TransformerConfig: pass the object that the actor was built with"
+        )
     reference = copy.copy(config)
     for name, value in vars(reference).items():
         vars(reference)[name] = _copy_containers(value)
@@ -107,7 +117,11 @@ def drop_mtp_weights(named_tensors, *, num_hidden_layers=None):
     Returns an iterator of pairs. ValueError where names alone do not tell (such a layer came and num_hidden_layers did
     not) or contradict it; TypeError for what is no pair.
     """
-    is_count = isinstance(num_hidden_layers, int) and not isinstance(num_hidden_layers, bool) and num_hidden_layers > 0
+    is_count = (
+        isinstance(num_hidden_layers, int)
+        and not isinstance(num_hidden_layers, bool)
+        and num_hidden_layers > 0
+    )
     if num_hidden_layers is not None and not is_count:
         raise ValueError(
             f"num_hidden_layers is {num_hidden_layers!r}; wanted 1 or more: pass the trunk's, or leave it out"
@@ -118,14 +132,18 @@ def drop_mtp_weights(named_tensors, *, num_hidden_layers=None):
         pairs = iter(named_tensors)
     except TypeError:
         came = f"named_tensors is a {type(named_tensors).__name__}"
-        raise TypeError(f"{came}; wanted (name, tensor) pairs or a state dict: pass model.state_dict()") from None
+        raise TypeError(
+            f"{came}; wanted (name, tensor) pairs or a state dict: pass model.state_dict()"
+        ) from None
     return _drop(pairs, num_hidden_layers)
 
 
 def _drop(pairs, num_hidden_layers):
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"named_tensors holds {pair!r:.60}; wanted (name, tensor): pass state_dict().items()")
+            raise TypeError(
+                f"named_tensors holds {pair!r:.60}; wanted (name, tensor): pass state_dict().items()"
+            )
         if not _is_mtp(pair[0], num_hidden_layers):
             yield tuple(pair)
 
@@ -139,7 +157,9 @@ def _is_mtp(name, num_hidden_layers):
     is_beyond = bool(number and num_hidden_layers and int(number[1]) >= num_hidden_layers)
     if not is_beyond and not {"eh_proj", "enorm", "hnorm", "shared_head"}.isdisjoint(parts):
         came = f"{name} is an MTP tensor that its layer's number alone tells from the trunk, and num_hidden_layers is"
-        raise ValueError(f"{came} {num_hidden_layers}; wanted the trunk's own number of layers: pass the config's")
+        raise ValueError(
+            f"{came} {num_hidden_layers}; wanted the trunk's own number of layers: pass the config's"
+        )
     return is_beyond
 
 
@@ -155,7 +175,9 @@ def skip_mtp(model):
     """
     while hasattr(model, "module"):
         model = model.module
-    if not hasattr(model, "_postprocess") or not hasattr(getattr(model, "config", None), "mtp_num_layers"):
+    if not hasattr(model, "_postprocess") or not hasattr(
+        getattr(model, "config", None), "mtp_num_layers"
+    ):
         came = f"model is a {type(model).__name__} without _postprocess and config.mtp_num_layers"
         raise TypeError(f"{came}; wanted a Megatron GPTModel: pass one chunk, not a list")
     if model.config.mtp_num_layers is None:
@@ -184,12 +206,16 @@ def _parts(hf_config):
     """The config itself, and its text_config where it has one; both are checked."""
     parts = []
     for name in ("hf_config", "text_config"):
-        if isinstance(hf_config, type) or not (isinstance(hf_config, dict) or hasattr(hf_config, "to_dict")):
+        if isinstance(hf_config, type) or not (
+            isinstance(hf_config, dict) or hasattr(hf_config, "to_dict")
+        ):
             wanted = "a PretrainedConfig or a dict: pass the config itself, no path and no class"
             raise TypeError(f"{name} is {hf_config!r:.60}; wanted {wanted}")
         parts.append(hf_config)
         is_dict = isinstance(hf_config, dict)
-        hf_config = hf_config.get("text_config") if is_dict else getattr(hf_config, "text_config", None)
+        hf_config = (
+            hf_config.get("text_config") if is_dict else getattr(hf_config, "text_config", None)
+        )
         if hf_config is None:
             break
     return parts
@@ -207,11 +233,11 @@ def main():
 
     import torch
 
-    import train_mimo
+    import toy.model
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    train_mimo.init_megatron("cpu")
-    input_ids, position_ids, packed = train_mimo.pack([list(range(16)), list(range(24))])
+    toy.model.init_megatron("cpu")
+    input_ids, position_ids, packed = toy.model.pack([list(range(16)), list(range(24))])
 
     def show(label, model, hf_config, context):
         layers, forwards = model.mtp.layers if model.mtp_process else [], []
@@ -223,13 +249,15 @@ def main():
         next_actor = "yes" if hf_config["num_nextn_predict_layers"] else "no"
         print(f"{label:<36}{len(layers):>10}{num_parameters:>12,}{len(forwards):>21}  {next_actor}")
 
-    print(f"{'a toy MiMo, one HF config':<36}MTP layers  parameters  MTP forwards a pass  MTP in an actor built next")
+    print(
+        f"{'a toy MiMo, one HF config':<36}MTP layers  parameters  MTP forwards a pass  MTP in an actor built next"
+    )
     off = contextlib.nullcontext()
-    shared = train_mimo.mimo_config(hidden_size=64, num_heads=2, ffn_size=128)
-    actor, copies = train_mimo.build_model(shared), train_mimo.build_model(without_mtp_config(shared))
+    shared = toy.model.mimo_config(hidden_size=64, num_heads=2, ffn_size=128)
+    actor, copies = toy.model.build_model(shared), toy.model.build_model(without_mtp_config(shared))
     show("reference, as the config says", actor, shared, off)
     set_to_0 = shared | {"num_nextn_predict_layers": 0}
-    show("reference, shared config set to 0", train_mimo.build_model(set_to_0), set_to_0, off)
+    show("reference, shared config set to 0", toy.model.build_model(set_to_0), set_to_0, off)
     show("reference, from copies", copies, shared, off)
     show("actor, inside skip_mtp", actor, shared, skip_mtp(actor))
 

@@ -26,7 +26,9 @@ from itertools import zip_longest
 from statistics import fmean
 
 # vLLM's counters in the order of SpecCounts' fields, and its vector of accepted tokens a position.
-VLLM_COUNTERS = tuple(f"vllm:spec_decode_num_{name}" for name in ("draft_tokens", "accepted_tokens", "drafts"))
+VLLM_COUNTERS = tuple(
+    f"vllm:spec_decode_num_{name}" for name in ("draft_tokens", "accepted_tokens", "drafts")
+)
 VLLM_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 # (drafted, accepted) in SGLang: 0.5.12 on (which sends the next pair too), 0.5.11, up to 0.5.10.
 SGLANG_NAMES = (
@@ -34,7 +36,10 @@ SGLANG_NAMES = (
     ("spec_proposed_drafts", "spec_accepted_drafts"),
     ("spec_draft_token_num", "spec_accept_token_num"),
 )
-SGLANG_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # 0.5.12 on (sends both), before
+SGLANG_HISTOGRAMS = (
+    "spec_correct_drafts_histogram",
+    "spec_accept_histogram",
+)  # 0.5.12 on (sends both), before
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,22 @@ def counts_from_vllm(request_outputs):
     records = []
     for i, request in enumerate(_items(request_outputs, "request_outputs")):
         where = f"request_outputs[{i}]"
-        completions = [] if request is None else _items(getattr(request, "outputs", None), f"{where}.outputs")
+        completions = (
+            [] if request is None else _items(getattr(request, "outputs", None), f"{where}.outputs")
+        )
         fork = getattr(getattr(request, "metrics", None), "request_spec_decode_stats", None)
         fork = fork if len(completions) == 1 else None
-        records += [_vllm_record(c, fork, f"{where}.outputs[{n}]") for n, c in enumerate(completions or [None])]
+        records += [
+            _vllm_record(c, fork, f"{where}.outputs[{n}]")
+            for n, c in enumerate(completions or [None])
+        ]
     return records
 
 
 def _vllm_record(completion, fork, where):
-    record, tokens = (getattr(completion, name, None) for name in ("spec_decode_metrics", "token_ids"))
+    record, tokens = (
+        getattr(completion, name, None) for name in ("spec_decode_metrics", "token_ids")
+    )
     num_tokens = None if tokens is None else len(_items(tokens, f"{where}: token_ids"))
     if record is not None:
         steps, positions = _from_histogram(getattr(record, "histogram", None), where)
@@ -85,7 +97,9 @@ def _vllm_record(completion, fork, where):
         return _checked(where, *counts, num_tokens=num_tokens, max_drafts=len(positions))
     if fork is not None:
         names = ("num_draft_tokens", "num_accepted_tokens", "num_verify_steps")
-        return _checked(where, *(getattr(fork, name, None) for name in names), num_tokens=num_tokens)
+        return _checked(
+            where, *(getattr(fork, name, None) for name in names), num_tokens=num_tokens
+        )
     return None
 
 
@@ -99,17 +113,24 @@ def counts_from_vllm_counters(before, after):
     before, after = _read_counters(before, "before"), _read_counters(after, "after")
     sums = {}
     for key in before.keys() | after.keys():  # a counter that is not in `before` started from 0
-        gains = [new - old for old, new in zip_longest(before.get(key, []), after.get(key, []), fillvalue=0)]
+        gains = [
+            new - old
+            for old, new in zip_longest(before.get(key, []), after.get(key, []), fillvalue=0)
+        ]
         if key not in after or min(gains, default=0) < 0:
             return None
         sums[key[0]] = _add([sums.get(key[0], []), gains])
     if not sums:
         return None
     if any(name not in sums for name in VLLM_COUNTERS):
-        raise ValueError(f"after: got {sorted(sums)}, wanted all of {VLLM_COUNTERS}; pass the whole snapshot")
+        raise ValueError(
+            f"after: got {sorted(sums)}, wanted all of {VLLM_COUNTERS}; pass the whole snapshot"
+        )
     positions = sums.get(VLLM_PER_POSITION)
     totals = [sums[name][0] for name in VLLM_COUNTERS]
-    return _checked("after - before", *totals, positions, max_drafts=len(positions) if positions else None)
+    return _checked(
+        "after - before", *totals, positions, max_drafts=len(positions) if positions else None
+    )
 
 
 def _read_counters(snapshot, what):
@@ -122,7 +143,11 @@ def _read_counters(snapshot, what):
             if not isinstance(labels, Mapping):
                 came = f"{what}: got labels {labels!r:.80} of {name}"
                 raise TypeError(f"{came}, wanted a dict; pass what llm.get_metrics() returns")
-            values = getattr(metric, "values", None) if name == VLLM_PER_POSITION else [getattr(metric, "value", None)]
+            values = (
+                getattr(metric, "values", None)
+                if name == VLLM_PER_POSITION
+                else [getattr(metric, "value", None)]
+            )
             key = name, str(sorted(labels.items(), key=str))
             counters[key] = _add([counters.get(key, []), _counts(values, f"{what}: {name}")])
     return counters
@@ -134,7 +159,10 @@ def counts_from_sglang(meta_infos):
     SGLang sends none for a request without a verify step, which so counts as missing. Some of the keys only: an error,
     lest a fourth naming pass for zeros. `spec_accept_length` is not read: it counts prefill's token as a step's.
     """
-    return [_sglang_record(meta, f"meta_infos[{i}]") for i, meta in enumerate(_items(meta_infos, "meta_infos"))]
+    return [
+        _sglang_record(meta, f"meta_infos[{i}]")
+        for i, meta in enumerate(_items(meta_infos, "meta_infos"))
+    ]
 
 
 def _sglang_record(meta, where):
@@ -148,7 +176,9 @@ def _sglang_record(meta, where):
     pair = next((pair for pair in SGLANG_NAMES if pair[0] in meta and pair[1] in meta), None)
     if pair is None or "spec_verify_ct" not in meta:
         wanted = f"spec_verify_ct and a pair of {SGLANG_NAMES}; if this SGLang has new names, add them there"
-        raise ValueError(f"{where}: got only {seen} of the keys {sorted(map(str, meta))}, wanted {wanted}")
+        raise ValueError(
+            f"{where}: got only {seen} of the keys {sorted(map(str, meta))}, wanted {wanted}"
+        )
     steps, positions = _count(meta["spec_verify_ct"], f"{where}: spec_verify_ct"), None
     histogram = next((meta[key] for key in SGLANG_HISTOGRAMS if key in meta), None)
     if histogram is not None:
@@ -156,7 +186,14 @@ def _sglang_record(meta, where):
         if histogram_steps != steps:
             came = f"{where}: got a histogram of {histogram_steps} steps"
             raise ValueError(f"{came}, wanted spec_verify_ct = {steps}; pass both of one request")
-    return _checked(where, meta[pair[0]], meta[pair[1]], steps, positions, num_tokens=meta.get("completion_tokens"))
+    return _checked(
+        where,
+        meta[pair[0]],
+        meta[pair[1]],
+        steps,
+        positions,
+        num_tokens=meta.get("completion_tokens"),
+    )
 
 
 def add_counts(segments):
@@ -192,12 +229,20 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
     columns = {name: _items(column, name) for name, column in columns.items()}
     mask = [1] * len(columns["drafts"])
     if non_padding_mask is not None:
-        mask = [int(keep) if isinstance(keep, bool) else keep for keep in _items(non_padding_mask, "non_padding_mask")]
+        mask = [
+            int(keep) if isinstance(keep, bool) else keep
+            for keep in _items(non_padding_mask, "non_padding_mask")
+        ]
     lengths = [len(column) for column in (*columns.values(), mask)]
     if len(set(lengths)) > 1 or any(keep > 1 for keep in _counts(mask, "non_padding_mask")):
         came = f"got lengths {lengths} and mask {mask!r:.80}"
-        raise ValueError(f"{came}, wanted one entry a request, in the mask a bool; take all from one batch")
-    kept = {name: [x for x, keep in zip(column, mask, strict=True) if keep] for name, column in columns.items()}
+        raise ValueError(
+            f"{came}, wanted one entry a request, in the mask a bool; take all from one batch"
+        )
+    kept = {
+        name: [x for x, keep in zip(column, mask, strict=True) if keep]
+        for name, column in columns.items()
+    }
     requests = list(zip(*(_counts(column, name) for name, column in kept.items()), strict=True))
     if any(accepted > drafted for drafted, accepted, _ in requests):
         came = "accepts: got more accepted than drafted for a request"
@@ -205,8 +250,12 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
     if not requests:
         return {}
     return {
-        "rollout/spec_accept_rate": fmean(accepted / drafted if drafted else 0 for drafted, accepted, _ in requests),
-        "rollout/spec_accept_length": fmean(1 + accepted / steps if steps else 0 for _, accepted, steps in requests),
+        "rollout/spec_accept_rate": fmean(
+            accepted / drafted if drafted else 0 for drafted, accepted, _ in requests
+        ),
+        "rollout/spec_accept_length": fmean(
+            1 + accepted / steps if steps else 0 for _, accepted, steps in requests
+        ),
     }
 
 
@@ -235,9 +284,13 @@ def summarize(counts):
     summary["spec/accept_rate_micro"] = total.accepted_tokens / total.draft_tokens
     summary["spec/accept_rate_macro"] = fmean(c.accepted_tokens / c.draft_tokens for c in drafted)
     summary["spec/accept_length_micro"] = 1 + total.accepted_tokens / total.verify_steps
-    summary["spec/accept_length_macro"] = fmean(1 + c.accepted_tokens / c.verify_steps for c in drafted)
+    summary["spec/accept_length_macro"] = fmean(
+        1 + c.accepted_tokens / c.verify_steps for c in drafted
+    )
     steps, *positions = _reached(drafted)
-    summary |= {f"spec/accept_rate_pos_{k}": accepted / steps for k, accepted in enumerate(positions, 1)}
+    summary |= {
+        f"spec/accept_rate_pos_{k}": accepted / steps for k, accepted in enumerate(positions, 1)
+    }
     emitted = add_counts([c for c in drafted if c.emitted_tokens is not None])
     if emitted:
         summary["spec/emitted_length"] = emitted.emitted_tokens / emitted.verify_steps
@@ -252,7 +305,11 @@ def conditional_rates(counts):
     """
     reached = _reached([c for c in _known(counts, "counts") if c.draft_tokens])
     pairs = enumerate(zip(reached, reached[1:], strict=False), 1)
-    return {f"spec/accept_rate_cond_pos_{k}": accepted / before for k, (before, accepted) in pairs if before}
+    return {
+        f"spec/accept_rate_cond_pos_{k}": accepted / before
+        for k, (before, accepted) in pairs
+        if before
+    }
 
 
 def _reached(counts):
@@ -278,7 +335,9 @@ def replay_acceptance(token_ids, prompt_length, draft_token_ids):
     decisions, i = [], 0
     while i < len(emitted):
         decisions.append(int(drafted[i] == emitted[i]))
-        i += 1 + decisions[-1]  # an accepted draft brings a bonus token, for which nothing was drafted
+        i += (
+            1 + decisions[-1]
+        )  # an accepted draft brings a bonus token, for which nothing was drafted
     return decisions
 
 
@@ -296,7 +355,9 @@ def decisions_from_gains(gains):
     return [*decisions[:-1], decisions[-1] or None] if decisions else []
 
 
-def explain_disagreement(token_ids, prompt_length, draft_token_ids, decisions, drafts_by_cause=None):
+def explain_disagreement(
+    token_ids, prompt_length, draft_token_ids, decisions, drafts_by_cause=None
+):
     """Where the engine's decisions part from the replay, and which suspected fault explains them; a dict json can dump.
 
     First three as in `replay_acceptance`. decisions: the engine's `per_step_accepted`, or of `decisions_from_gains`.
@@ -308,31 +369,59 @@ def explain_disagreement(token_ids, prompt_length, draft_token_ids, decisions, d
     emitted, drafted = _aligned(token_ids, prompt_length, draft_token_ids)
     decisions = _items(decisions, "decisions")
     num_steps = len(decisions)
-    decisions = _counts(decisions[:-1] if decisions and decisions[-1] is None else decisions, "decisions")
+    decisions = _counts(
+        decisions[:-1] if decisions and decisions[-1] is None else decisions, "decisions"
+    )
     if any(decision > 1 for decision in decisions):
         wanted = "0 or 1 a step (None only as the last); draft one token a step"
         raise ValueError(f"decisions: got {decisions!r:.80}, wanted {wanted}")
     if drafts_by_cause is not None and not isinstance(drafts_by_cause, Mapping):
         came = f"drafts_by_cause: got {type(drafts_by_cause).__name__}"
-        raise TypeError(f"{came}, wanted a dict of fault and draft ids; leave it out where nothing is suspected")
+        raise TypeError(
+            f"{came}, wanted a dict of fault and draft ids; leave it out where nothing is suspected"
+        )
     replay = replay_acceptance(token_ids, prompt_length, draft_token_ids)
     report = dict.fromkeys(("first_step", "token_index", "token", "trainer_draft", "engine_draft"))
     if _same(replay, decisions, num_steps):
-        return {"agrees": True, **report, "causes": [], "message": f"the replay takes all {num_steps} decisions"}
-    replays = {str(c): replay_acceptance(token_ids, prompt_length, ids) for c, ids in (drafts_by_cause or {}).items()}
+        return {
+            "agrees": True,
+            **report,
+            "causes": [],
+            "message": f"the replay takes all {num_steps} decisions",
+        }
+    replays = {
+        str(c): replay_acceptance(token_ids, prompt_length, ids)
+        for c, ids in (drafts_by_cause or {}).items()
+    }
     causes = [cause for cause in replays if _same(replays[cause], decisions, num_steps)]
-    message = f"the engine took {num_steps} decisions, the replay {len(replay)}, equal as far as both go"
-    step = next((s for s, (ours, engine) in enumerate(zip(replay, decisions, strict=False)) if ours != engine), None)
+    message = (
+        f"the engine took {num_steps} decisions, the replay {len(replay)}, equal as far as both go"
+    )
+    step = next(
+        (
+            s
+            for s, (ours, engine) in enumerate(zip(replay, decisions, strict=False))
+            if ours != engine
+        ),
+        None,
+    )
     if step is not None:
         i = step + sum(decisions[:step])
-        index, engine_draft = int(prompt_length) + 1 + i, f"{'==' if decisions[step] else '!='} {emitted[i]}"
+        index, engine_draft = (
+            int(prompt_length) + 1 + i,
+            f"{'==' if decisions[step] else '!='} {emitted[i]}",
+        )
         report = dict(zip(report, (step, index, emitted[i], drafted[i], engine_draft), strict=True))
         message = f"step {step}, index {index}: the engine's draft was {engine_draft}, the trainer's is {drafted[i]}"
     left = len(emitted) - num_steps - sum(decisions)
-    if left and not (left == -1 and decisions[-1:] == [1]):  # the stop may cut the last bonus token off
+    if left and not (
+        left == -1 and decisions[-1:] == [1]
+    ):  # the stop may cut the last bonus token off
         message += f"; the decisions emit {abs(left)} tokens too {'few' if left > 0 else 'many'}, see replay_acceptance"
     if replays:
-        message += f"; explained by {causes}" if causes else f"; explained by none of {list(replays)}"
+        message += (
+            f"; explained by {causes}" if causes else f"; explained by none of {list(replays)}"
+        )
     return {"agrees": False, **report, "causes": causes, "message": message}
 
 
@@ -349,9 +438,13 @@ def _aligned(token_ids, prompt_length, draft_token_ids):
         raise ValueError(f"{came}; pass the prompt's tokens too")
     if len(drafts) < len(tokens) - 2:
         came = f"draft_token_ids: got {len(drafts)} for {len(tokens)} tokens"
-        raise ValueError(f"{came}; pass the prompt's slots too, wanted one a token: the last two may be left out")
+        raise ValueError(
+            f"{came}; pass the prompt's slots too, wanted one a token: the last two may be left out"
+        )
     emitted = tokens[start:]
-    return emitted, _counts(drafts[start - 2 : start - 2 + len(emitted)], f"draft_token_ids from slot {start - 2}")
+    return emitted, _counts(
+        drafts[start - 2 : start - 2 + len(emitted)], f"draft_token_ids from slot {start - 2}"
+    )
 
 
 def speedup_estimate(accept_length, draft_cost_ratio):
@@ -363,7 +456,10 @@ def speedup_estimate(accept_length, draft_cost_ratio):
     spec/break_even_accept_length = 1 + draft_cost_ratio
     spec/break_even_accepted_per_step = draft_cost_ratio; a rate, with one draft a step; above 1 it can never pay.
     """
-    length, ratio = _number(accept_length, "accept_length", 1), _number(draft_cost_ratio, "draft_cost_ratio")
+    length, ratio = (
+        _number(accept_length, "accept_length", 1),
+        _number(draft_cost_ratio, "draft_cost_ratio"),
+    )
     return {
         "spec/speedup_estimate": length / (1 + ratio),
         "spec/break_even_accept_length": 1 + ratio,
@@ -374,9 +470,13 @@ def speedup_estimate(accept_length, draft_cost_ratio):
 def _number(value, what, low=0):
     value = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy or torch
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{what}: got {value!r:.80} ({type(value).__name__}), wanted a number; convert it")
+        raise TypeError(
+            f"{what}: got {value!r:.80} ({type(value).__name__}), wanted a number; convert it"
+        )
     if not low <= value < 2**63:  # also NaN; no counter holds more
-        raise ValueError(f"{what}: got {value!r:.80}, wanted at least {low} and less than 2**63; see its source")
+        raise ValueError(
+            f"{what}: got {value!r:.80}, wanted at least {low} and less than 2**63; see its source"
+        )
     return value
 
 
@@ -391,13 +491,17 @@ def _items(values, what):
     if hasattr(values, "tolist") and not getattr(values, "is_nested", False):  # numpy, torch
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise TypeError(f"{what}: got {type(values).__name__}, wanted a list (or a 1-D array or tensor); convert it")
+        raise TypeError(
+            f"{what}: got {type(values).__name__}, wanted a list (or a 1-D array or tensor); convert it"
+        )
     return list(values)
 
 
 def _counts(values, what):
     values = _items(values, what)
-    if all(type(value) is int and 0 <= value < 2**63 for value in values):  # the quick way for long sequences
+    if all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    ):  # the quick way for long sequences
         return values
     return [_count(value, f"{what}[{i}]") for i, value in enumerate(values)]
 
@@ -408,23 +512,37 @@ def _from_histogram(histogram, where):
     return sum(bins), [sum(bins[k:]) for k in range(1, len(bins))]
 
 
-def _checked(where, drafted, accepted, steps, positions=None, emitted=None, num_tokens=None, max_drafts=None):
+def _checked(
+    where, drafted, accepted, steps, positions=None, emitted=None, num_tokens=None, max_drafts=None
+):
     """The record, if the identities hold. num_tokens: the response with prefill's token; max_drafts: of one step."""
-    drafted, accepted, steps = _counts([drafted, accepted, steps], f"{where}: [drafted, accepted, verify steps]")
+    drafted, accepted, steps = _counts(
+        [drafted, accepted, steps], f"{where}: [drafted, accepted, verify steps]"
+    )
     got = f"{where}: got {accepted} accepted of {drafted} drafted in {steps} verify steps"
     if accepted > drafted:
-        raise ValueError(f"{got}, wanted accepted <= drafted; count drafts only, neither bonus tokens nor prefill's")
+        raise ValueError(
+            f"{got}, wanted accepted <= drafted; count drafts only, neither bonus tokens nor prefill's"
+        )
     if drafted and not steps:
-        raise ValueError(f"{got}, wanted the steps that verified them; has the engine another name for steps?")
+        raise ValueError(
+            f"{got}, wanted the steps that verified them; has the engine another name for steps?"
+        )
     if max_drafts is not None and drafted > max_drafts * steps:
         raise ValueError(f"{got}, wanted at most {max_drafts} drafted a step; pass both of one run")
     if positions is not None:
         positions = tuple(_counts(positions, f"{where}: accepted per position"))
         if any(here > before for before, here in zip((steps, *positions), positions, strict=False)):
-            raise ValueError(f"{got}, per position {positions}; wanted at most {steps}, not rising, and no histogram")
+            raise ValueError(
+                f"{got}, per position {positions}; wanted at most {steps}, not rising, and no histogram"
+            )
         if sum(positions) != accepted:
-            raise ValueError(f"{got}, per position {positions}; wanted a sum of {accepted}; pass both of one request")
-    if num_tokens is not None:  # fewer tokens than steps is a DELTA output: then the number is unknown
+            raise ValueError(
+                f"{got}, per position {positions}; wanted a sum of {accepted}; pass both of one request"
+            )
+    if (
+        num_tokens is not None
+    ):  # fewer tokens than steps is a DELTA output: then the number is unknown
         num_tokens = _count(num_tokens, f"{where}: tokens")
         emitted = num_tokens - 1 if num_tokens >= max(steps, 1) else None
     emitted = None if emitted is None else _count(emitted, f"{where}: emitted tokens")
@@ -435,7 +553,9 @@ def _known(counts, what):
     known = [(f"{what}[{i}]", c) for i, c in enumerate(_items(counts, what)) if c is not None]
     for where, c in known:
         if not isinstance(c, SpecCounts):
-            raise TypeError(f"{where}: got {type(c).__name__}, wanted SpecCounts or None; see counts_from_*")
+            raise TypeError(
+                f"{where}: got {type(c).__name__}, wanted SpecCounts or None; see counts_from_*"
+            )
     return [_checked(where, *vars(c).values()) for where, c in known]
 
 
@@ -451,13 +571,19 @@ def main():
     for when, metrics in (("before", before), ("after", after)):
         print("\n".join(f"{when:8}{name:30}{value:8.4f}" for name, value in metrics.items()))
 
-    tokens, drafts, stale = [1, 2, 10, 11, 12, 13, 14, 15, 16], [0, 11, 0, 99, 14, 0, 16], [0, 11, 0, 99, 98, 97, 16]
+    tokens, drafts, stale = (
+        [1, 2, 10, 11, 12, 13, 14, 15, 16],
+        [0, 11, 0, 99, 14, 0, 16],
+        [0, 11, 0, 99, 98, 97, 16],
+    )
     rows = [["."] * len(tokens) for _ in range(2)]
     index = 3
     for decision in replay_acceptance(tokens, 2, drafts):
         rows[0][index], rows[1][index] = drafts[index - 2], decision
         index += 1 + decision
-    for name, row in zip(("index", "token", "draft", "decision"), (range(len(tokens)), tokens, *rows), strict=True):
+    for name, row in zip(
+        ("index", "token", "draft", "decision"), (range(len(tokens)), tokens, *rows), strict=True
+    ):
         print(f"{name:8}" + "".join(f"{cell:>4}" for cell in row))
     report = explain_disagreement(tokens, 2, drafts, [1, 0, 0, 0, 1], {"stale drafter": stale})
     print(f"engine decided [1, 0, 0, 0, 1]: {report['message']}")

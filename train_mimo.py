@@ -22,37 +22,28 @@ Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (Hu
 import argparse
 import collections
 import contextlib
-import ctypes
 import dataclasses
-import itertools
 import json
 import logging
-import multiprocessing
 import os
 import pathlib
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import warnings
 
-if __name__ in ("__main__", "__mp_main__") and "--verbose" not in sys.argv:  # errors are still shown
+if (
+    __name__ in ("__main__", "__mp_main__") and "--verbose" not in sys.argv
+):  # errors are still shown
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
-if multiprocessing.current_process().name != "MainProcess":  # an engine's, which imports the main file first
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a trainer that is killed,
-    if not os.path.exists(f"/proc/{os.environ.get('TRAINER_PID', 'self')}/root"):  # or was, before this line
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; vLLM sets a handler of its own later
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch and vLLM read these when they are imported
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if "--verbose" in sys.argv else "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+if "--verbose" in sys.argv:
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
 
+import toy.engine  # isort: skip  # before torch: it sets what torch and vLLM read when they are imported
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -64,8 +55,8 @@ from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_mask import depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import drop_mtp_weights, skip_mtp, without_mtp_config
-
-os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # CPU: compiling costs 16 to 20 s
+from toy.engine import start_engine
+from toy.model import build_model, init_megatron, mimo_config, pack
 
 
 def option(default, sentence, allowed=1):
@@ -119,117 +110,6 @@ class Args:
 
 
 # ---- Megatron: one model on CPU or CUDA, trained on packed sequences -------------------------------------------------
-def mimo_config(
-    *, num_layers=2, hidden_size=128, num_heads=4, num_groups=2, ffn_size=256, vocab_size=64, max_positions=128,
-    mtp_layers=1, tied=False,
-):  # fmt: skip
-    """A Hugging Face `config.json` in MiMo's layout; it drives Megatron and vLLM alike."""
-    return {
-        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_act": "silu", "attention_bias": True,
-        "num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": ffn_size,
-        "num_attention_heads": num_heads, "num_key_value_heads": num_groups, "head_dim": hidden_size // num_heads,
-        "vocab_size": vocab_size, "max_position_embeddings": max_positions, "tie_word_embeddings": tied,
-        "num_nextn_predict_layers": mtp_layers, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    }  # fmt: skip
-
-
-def init_megatron(device="cpu", tensor_parallel=1, context_parallel=1):
-    """Megatron's groups, over torch.distributed: torchrun's ranks or one (gloo, NCCL), unless it is started already."""
-    import megatron.core.tensor_parallel.random as megatron_random
-    from megatron.core import parallel_state
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if device == "cpu":  # Megatron asks CUDA for the current device and keeps its dropout RNG there
-        torch.cuda.current_device = lambda: torch.device("cpu")
-        torch.cuda.manual_seed = torch.manual_seed
-        torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-        megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-        megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    else:
-        torch.cuda.set_device(rank)
-    if not torch.distributed.is_initialized():
-        store = None if world_size > 1 else torch.distributed.HashStore()
-        backend = "gloo" if device == "cpu" else "nccl"
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
-    megatron_random.model_parallel_cuda_manual_seed(1)
-
-
-class PackedAttention(torch.nn.Module):
-    """Causal attention core for packed `[t, n, d]` and dense `[s, b, n, d]` input.
-
-    Megatron's local core refuses packed sequences, Transformer Engine's wants a GPU. CPU: one document at a time.
-    """
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, **unused):
-        super().__init__()
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-
-    def attend(self, *qkv_SBND):
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        qkv_BNSD, dropout = [x.permute(1, 2, 0, 3) for x in qkv_SBND], self.dropout if self.training else 0.0
-        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            out_BNSD = F.scaled_dot_product_attention(*qkv_BNSD, is_causal=True, dropout_p=dropout, enable_gqa=True)
-        return out_BNSD.permute(2, 0, 1, 3).flatten(2)
-
-    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **unused):
-        if packed_seq_params is None:
-            return self.attend(query, key, value)
-        plain, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
-        offsets = plain if padded is None else padded
-        if query.is_cuda and not self.dropout:
-            from torch.nn.attention.varlen import varlen_attn
-
-            longest, repeats = packed_seq_params.max_seqlen_q, query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-            return varlen_attn(query, key, value, offsets, offsets, longest, longest, window_size=(-1, 0)).flatten(1)
-        bounds = [slice(*pair) for pair in itertools.pairwise(offsets.tolist()) if pair[0] < pair[1]]
-        return torch.cat([self.attend(*(x[of, None] for x in (query, key, value))) for of in bounds])[:, 0]
-
-
-def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, **overrides):
-    """A Megatron `GPTModel` of MiMo's architecture (local spec); `overrides` go to `TransformerConfig`."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    settings = dict(
-        num_layers=hf_config["num_hidden_layers"], hidden_size=hf_config["hidden_size"],
-        ffn_hidden_size=hf_config["intermediate_size"], num_attention_heads=hf_config["num_attention_heads"],
-        num_query_groups=hf_config["num_key_value_heads"], kv_channels=hf_config["head_dim"],
-        layernorm_epsilon=hf_config["rms_norm_eps"], mtp_loss_scaling_factor=0.2,
-        mtp_num_layers=(hf_config["num_nextn_predict_layers"] or None) if mtp else None,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=tensor_parallel, use_cpu_initialization=True,
-        # Fusions want Apex or Transformer Engine.
-        bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )  # fmt: skip
-    config = TransformerConfig(**(settings | overrides))
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
-    return GPTModel(
-        config, spec, vocab_size=hf_config["vocab_size"], max_sequence_length=hf_config["max_position_embeddings"],
-        position_embedding_type="rope", rotary_base=hf_config["rope_theta"],
-        share_embeddings_and_output_weights=hf_config["tie_word_embeddings"], mtp_block_spec=mtp_spec,
-    )  # fmt: skip
-
-
-def pack(documents, device="cpu"):
-    """Token lists as one packed buffer: `input_ids`, `position_ids` `[1, T]` and Megatron's `PackedSeqParams`."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    lengths = torch.tensor([0] + [len(document) for document in documents])
-    cu_seqlens, longest = lengths.cumsum(0).to(device=device, dtype=torch.int32), int(lengths.max())
-    bounds = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-    input_ids = torch.cat([torch.as_tensor(document, dtype=torch.long) for document in documents])
-    position_ids = torch.cat([torch.arange(len(document)) for document in documents])
-    return input_ids[None].to(device), position_ids[None].to(device), PackedSeqParams(qkv_format="thd", **bounds)
-
-
 def load_reference(folder, hf_config, unfix=(), **settings):
     """The reference from a checkpoint that has MTP tensors: none is built, none is read (fix 4)."""
     mtp = "ref" in unfix
@@ -238,83 +118,31 @@ def load_reference(folder, hf_config, unfix=(), **settings):
     parameters = dict(reference.named_parameters())
     with safe_open(f"{folder}/model.safetensors", "pt") as file, torch.no_grad():
         names = [(name, None) for name in file.keys()]
-        tensors = ((name, file.get_tensor(name)) for name, _ in (names if mtp else drop_mtp_weights(names)))
+        tensors = (
+            (name, file.get_tensor(name)) for name, _ in (names if mtp else drop_mtp_weights(names))
+        )
         for name, tensor in hf_to_megatron(tensors, hf_config, parameters):
             parameters[name].copy_(tensor)
     return reference.requires_grad_(False)
 
 
 # ---- vLLM: the sampler, drafting with the MTP layer ------------------------------------------------------------------
-# The real MiMo checkpoint ships such a file: transformers does not know model_type "mimo".
-MIMO_CONFIGURATION = 'import transformers\n\n\nclass MiMoConfig(transformers.Qwen2Config):\n    model_type = "mimo"\n'
-
-
 def write_checkpoint(model, hf_config, folder, drafter=None):
     """A Hugging Face MiMo checkpoint that stock vLLM loads; drafter: MTP tensors to write instead of the model's."""
-    parameters = dict(model.named_parameters()) | {f"mtp.{name}": tensor for name, tensor in (drafter or {}).items()}
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in megatron_to_hf(parameters.items(), hf_config)}
-    if torch.distributed.get_rank() == 0:  # every rank takes part in gathering, the first one writes
-        write_config(hf_config, folder, next(iter(tensors.values())).dtype)
-        save_whole(f"{folder}/model.safetensors", tensors, {"format": "pt"})
-
-
-def write_config(hf_config, folder, dtype):
-    """All of a checkpoint but its tensors, which vLLM's load_format="dummy" does not ask for."""
-    os.makedirs(folder, exist_ok=True)
-    pathlib.Path(f"{folder}/configuration_mimo.py").write_text(MIMO_CONFIGURATION)
-    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-    config = hf_config | {"torch_dtype": str(dtype).removeprefix("torch."), "auto_map": auto_map}
-    pathlib.Path(f"{folder}/config.json").write_text(json.dumps(config, indent=2))
+    parameters = dict(model.named_parameters()) | {
+        f"mtp.{name}": tensor for name, tensor in (drafter or {}).items()
+    }
+    tensors = list(megatron_to_hf(parameters.items(), hf_config))
+    if (
+        torch.distributed.get_rank() == 0
+    ):  # every rank takes part in gathering, the first one writes
+        toy.engine.write_checkpoint(folder, hf_config, tensors)
 
 
 def save_whole(path, tensors, metadata):
     """Written aside and renamed whole, so that a kill leaves the last one; no pickle that could run code."""
     save_file(tensors, f"{path}.new", metadata=metadata)
     os.replace(f"{path}.new", path)
-
-
-def start_engine(folder, *, process=False, speculate=True, dtype="float32", max_num_seqs=256, **overrides):
-    """Stock `vllm.LLM` on a checkpoint folder; in this process, or (process=True) in one of its own."""
-    os.environ["TRAINER_PID"] = str(os.getpid())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(process))
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit Megatron's process groups
-    for name in list(os.environ):  # torchrun's are the trainer's; vLLM makes a world of its own
-        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("MASTER_", "TORCHELASTIC")):
-            del os.environ[name]
-    import vllm
-
-    settings = dict(
-        skip_tokenizer_init=True, trust_remote_code=True, dtype=dtype, enforce_eager=True, max_num_seqs=max_num_seqs,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if speculate else None,
-        # On CPU, vLLM 0.32 dies of a request with a seed whose prefill is split: CPU generators have no offset.
-        enable_chunked_prefill=torch.cuda.is_available(), worker_extension_cls="drafter_sync.DrafterSyncExtension",
-        logprobs_mode="processed_logprobs", use_tqdm_on_load=False,
-    )  # fmt: skip
-    if speculate and hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
-        settings["per_request_spec_decode_metrics"] = "detailed"
-    with contextlib.ExitStack() as stack:
-        if process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # vLLM's start can lose a Ctrl-C
-            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, end_at_once))
-        llm = vllm.LLM(folder, **(settings | overrides))
-    llm.collective_rpc("mend_cpu_sampler")  # a fault of vLLM's CPU backend
-    if process:
-        core = llm.llm_engine.engine_core
-        threading.Thread(target=end_generate, args=(core.resources, core.outputs_queue), daemon=True).start()
-    return llm
-
-
-def end_at_once(*unused):
-    print("train_mimo.py: interrupted; if --out holds a save, --resume goes on from it", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
-def end_generate(resources, outputs):
-    """Ends a LLM.generate whose engine's process has died, as vLLM's async client does: 0.32's own waits for ever."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    while not resources.engine_dead:
-        time.sleep(0.5)
-    outputs.put(EngineDeadError())
 
 
 # ---- The task --------------------------------------------------------------------------------------------------------
@@ -333,29 +161,45 @@ def make_prompts(num, response_tokens, vocab, generator):
     """(prompt, response length) pairs; 2 tokens or more: after one, vLLM 0.32 counts a draft that it never made."""
     sequences = make_sequences(num, MAX_PROMPT, vocab, generator).tolist()
     prompt_lengths = torch.randint(2, MAX_PROMPT + 1, (num,), generator=generator).tolist()
-    lengths = torch.randint(response_tokens // 2, response_tokens + 1, (num,), generator=generator).tolist()
-    return [(sequence[:n], length) for sequence, n, length in zip(sequences, prompt_lengths, lengths, strict=True)]
+    lengths = torch.randint(
+        response_tokens // 2, response_tokens + 1, (num,), generator=generator
+    ).tolist()
+    return [
+        (sequence[:n], length)
+        for sequence, n, length in zip(sequences, prompt_lengths, lengths, strict=True)
+    ]
 
 
 def token_rewards(sample, vocab):
     """1.0 for each response token that is the token before it plus 2, else 0.0."""
     previous = [sample["prompt"][-1], *sample["response"][:-1]]
-    return [float((token - before) % vocab == 2) for before, token in zip(previous, sample["response"], strict=True)]
+    return [
+        float((token - before) % vocab == 2)
+        for before, token in zip(previous, sample["response"], strict=True)
+    ]
 
 
 def make_batch(samples, device, unfix=()):
     """Samples (prompt and response token lists) as one packed buffer with label-aligned labels and loss masks."""
     input_ids, position_ids, packed = pack([s["prompt"] + s["response"] for s in samples], device)
-    response_mask = torch.nested.nested_tensor([[1] * len(s["response"]) for s in samples], layout=torch.jagged)
-    whole = expand_response_mask(response_mask, [len(s["prompt"]) + len(s["response"]) for s in samples])
+    response_mask = torch.nested.nested_tensor(
+        [[1] * len(s["response"]) for s in samples], layout=torch.jagged
+    )
+    whole = expand_response_mask(
+        response_mask, [len(s["prompt"]) + len(s["response"]) for s in samples]
+    )
     token_mask, cu_seqlens = whole.values()[None].to(device), packed.cu_seqlens_q
     # Before verl#6432: the response mask at the start of each row, and the rest of the row filled with ones.
     mtp_token_mask = torch.ones_like(token_mask) if "mask" in unfix else token_mask
     batch = dict(input_ids=input_ids, position_ids=position_ids, packed=packed)
-    batch |= dict(token_mask=token_mask, mtp_token_mask=mtp_token_mask)  # token-aligned; the rest is label-aligned
+    batch |= dict(
+        token_mask=token_mask, mtp_token_mask=mtp_token_mask
+    )  # token-aligned; the rest is label-aligned
     batch["labels"] = depth_targets(input_ids, 0, cu_seqlens)
     batch["loss_mask"] = depth_mask(token_mask, 0, cu_seqlens)  # for the policy
-    batch["mtp_loss_mask"] = depth_mask(mtp_token_mask, 0, cu_seqlens)  # the same but for --unfix mask
+    batch["mtp_loss_mask"] = depth_mask(
+        mtp_token_mask, 0, cu_seqlens
+    )  # the same but for --unfix mask
     # By rule "target", which is what the old mask got wrong; training counts by --mtp-rule.
     right, counted = (depth_mask(mask, 1, cu_seqlens) for mask in (token_mask, mtp_token_mask))
     return batch | {"prompt_targets": (counted & ~right).sum()}
@@ -366,7 +210,9 @@ def forward(model, batch, **kwargs):
     """Logits `[T, V]` of a packed batch, on every tensor-parallel rank."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    logits = model(batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"], **kwargs)
+    logits = model(
+        batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"], **kwargs
+    )
     return gather_from_tensor_model_parallel_region(logits).flatten(0, 1)
 
 
@@ -380,57 +226,49 @@ def warm_up(actor, step, args, generator, device):
     """Supervised training of policy and MTP layer, so that both start competent; dense, since all rows are as long."""
     from megatron.core import parallel_state
 
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     length, num = MAX_PROMPT + args.response_tokens, args.prompts // ranks
     position_ids = torch.arange(length, device=device).expand(num, -1)
     for _ in range(args.warmup_steps):
-        input_ids = make_sequences(args.prompts, length, args.symbols, generator)[rank * num :][:num].to(device)
-        labels, loss_mask = depth_targets(input_ids, 0), depth_mask(position_ids >= 2, 0)  # 2: the shortest prompt
+        input_ids = make_sequences(args.prompts, length, args.symbols, generator)[rank * num :][
+            :num
+        ].to(device)
+        labels, loss_mask = (
+            depth_targets(input_ids, 0),
+            depth_mask(position_ids >= 2, 0),
+        )  # 2: the shortest prompt
         batch = dict(input_ids=input_ids, position_ids=position_ids, packed=None)
         # All shares count as many slots, so that the mean over all is the sum of each one's over the number of ranks.
-        with mtp_as_drafter(actor, args), patch_mtp_loss(actor, rule=args.mtp_rule, scale=args.mtp_scale / ranks):
-            logits_TV = forward(actor, batch, labels=labels, loss_mask=loss_mask)[loss_mask.flatten()]
+        with (
+            mtp_as_drafter(actor, args),
+            patch_mtp_loss(actor, rule=args.mtp_rule, scale=args.mtp_scale / ranks),
+        ):
+            logits_TV = forward(actor, batch, labels=labels, loss_mask=loss_mask)[
+                loss_mask.flatten()
+            ]
             step(F.cross_entropy(logits_TV.float(), labels[loss_mask]) / ranks)
 
 
 def sample(llm, prompts, args, step_number):
-    """One response a prompt, with log-probs, decisions, counts; a seed a request: scheduling does not change it."""
-    from vllm import SamplingParams
-
-    settings = dict(temperature=args.temperature, ignore_eos=True, detokenize=False, logprobs=0)
-    seeds = [((args.seed * 1_000_003 + step_number) * 1_000_003 + i) % 2**63 for i in range(len(prompts))]  # 64 bits
-    params = [SamplingParams(max_tokens=n, seed=seed, **settings) for seed, (_, n) in zip(seeds, prompts, strict=True)]
-    samples = []
-    for output, decisions in generate(llm, [{"prompt_token_ids": prompt} for prompt, _ in prompts], params):
-        prompt, tokens = output.prompt_token_ids, list(output.outputs[0].token_ids)
-        logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        counts = spec_metrics.counts_from_vllm([output])[0]
-        if counts is None and decisions is not None:
-            known = [decision for decision in decisions if decision is not None]
-            counts = spec_metrics.SpecCounts(len(known), sum(known), len(known))
-        samples.append(dict(prompt=prompt, response=tokens, logprobs=logprobs, decisions=decisions, counts=counts))
+    """One response a prompt, with log-probs, decisions, counts."""
+    seeds = [
+        ((args.seed * 1_000_003 + step_number) * 1_000_003 + i) % 2**63 for i in range(len(prompts))
+    ]  # 64 bits
+    token_lists, lengths = zip(*prompts, strict=True)
+    samples = toy.engine.sample(llm, token_lists, lengths, seeds, temperature=args.temperature)
+    for of in samples:
+        output, gains = of.pop("output"), of.pop("gains")
+        of["counts"], of["decisions"] = spec_metrics.counts_from_vllm([output])[0], None
+        if of["counts"] is not None:
+            of["decisions"] = output.outputs[0].spec_decode_metrics.per_step_accepted
+        elif gains is not None and llm.llm_engine.vllm_config.speculative_config is not None:
+            of["decisions"] = spec_metrics.decisions_from_gains(gains)
+            known = [decision for decision in of["decisions"] if decision is not None]
+            of["counts"] = spec_metrics.SpecCounts(len(known), sum(known), len(known))
     return samples
-
-
-def generate(llm, inputs, params):
-    """(vLLM's output, accept / reject decisions or, without speculation, None) of each request."""
-    if hasattr(llm.llm_engine.vllm_config.observability_config, "per_request_spec_decode_metrics"):
-        for output in llm.generate(inputs, params, use_tqdm=False):
-            record = output.outputs[0].spec_decode_metrics
-            yield output, record and record.per_step_accepted
-        return
-    # vLLM 0.25.1 keeps no record: step the engine by hand and see how many tokens each request gains.
-    lengths, last = collections.defaultdict(lambda: [0]), {}
-    for i, (request, param) in enumerate(zip(inputs, params, strict=True)):
-        llm.llm_engine.add_request(str(i), request, param)
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            lengths[output.request_id].append(len(output.outputs[0].token_ids))
-            last[output.request_id] = output
-    speculates = llm.llm_engine.vllm_config.speculative_config is not None
-    for i in map(str, range(len(inputs))):
-        gains = [after - before for before, after in itertools.pairwise(lengths[i])]
-        yield last[i], spec_metrics.decisions_from_gains(gains) if speculates else None
 
 
 @contextlib.contextmanager
@@ -444,18 +282,35 @@ def mtp_as_drafter(actor, args):
 def trainer_drafts(actor, batch, **conventions):
     """The drafts that the engine makes if it holds these weights: one token a slot, a list a document."""
     with match_vllm_mimo(actor, **conventions):
-        tokens = draft_tokens(actor, batch["input_ids"], batch["position_ids"], None, packed_seq_params=batch["packed"])
-    return [drafts.tolist() for drafts in tokens[0].split(batch["packed"].cu_seqlens_q.diff().tolist())]
+        tokens = draft_tokens(
+            actor,
+            batch["input_ids"],
+            batch["position_ids"],
+            None,
+            packed_seq_params=batch["packed"],
+        )
+    return [
+        drafts.tolist() for drafts in tokens[0].split(batch["packed"].cu_seqlens_q.diff().tolist())
+    ]
 
 
 def drafts_by_cause(actor, batch, pushed):
     """The trainer's drafts with each fault that usually goes unnoticed planted in turn, for `explain_disagreement`."""
-    drafts = {"MTP layer fed the state after the final norm": trainer_drafts(actor, batch, pre_norm=False)}
-    drafts["embedding at position 0 not zeroed"] = trainer_drafts(actor, batch, zero_position0=False)
+    drafts = {
+        "MTP layer fed the state after the final norm": trainer_drafts(actor, batch, pre_norm=False)
+    }
+    drafts["embedding at position 0 not zeroed"] = trainer_drafts(
+        actor, batch, zero_position0=False
+    )
     parameters = dict(actor.mtp.named_parameters())
     now = {name: p.detach().clone() for name, p in parameters.items()}
-    unswapped = {"layers.0.eh_proj.weight": torch.cat(now["layers.0.eh_proj.weight"].chunk(2, 1)[::-1], 1)}
-    for cause, fault in (("halves of input_proj not swapped", unswapped), ("stale drafter", pushed)):
+    unswapped = {
+        "layers.0.eh_proj.weight": torch.cat(now["layers.0.eh_proj.weight"].chunk(2, 1)[::-1], 1)
+    }
+    for cause, fault in (
+        ("halves of input_proj not swapped", unswapped),
+        ("stale drafter", pushed),
+    ):
         fill(parameters, now | fault)
         drafts[cause] = trainer_drafts(actor, batch)
     fill(parameters, now)
@@ -475,12 +330,16 @@ def acceptance(samples, drafts, args):
         if (decisions := sample["decisions"]) is not None:
             tokens = sample["prompt"] + sample["response"]
             predicted = spec_metrics.replay_acceptance(tokens, len(sample["prompt"]), drafted)
-            agreed += sum(b is None or a == b for a, b in zip(predicted, decisions, strict=False))  # None: cut off
+            agreed += sum(
+                b is None or a == b for a, b in zip(predicted, decisions, strict=False)
+            )  # None: cut off
             total += max(len(predicted), len(decisions))
     summary = spec_metrics.summarize([sample["counts"] for sample in samples])
     rate, length = summary.get("spec/accept_rate_micro"), summary.get("spec/accept_length_micro")
     if "metrics" in args.unfix and length:
-        rate = length / 2  # before sglang#23530: the token that is never drafted counts as drafted and accepted
+        rate = (
+            length / 2
+        )  # before sglang#23530: the token that is never drafted counts as drafted and accepted
     agreement = agreed / total if total else None
     return {"accept_rate": rate, "accept_length": length, "replay_agreement": agreement} | summary
 
@@ -488,7 +347,12 @@ def acceptance(samples, drafts, args):
 def explain_first(samples, drafts, causes):
     """Which decision of the engine the trainer's drafts do not predict first, and which planted fault predicts it."""
     for i, sample in enumerate(samples if samples[0]["decisions"] is not None else ()):
-        decided = len(sample["prompt"]), drafts[i], sample["decisions"], {name: causes[name][i] for name in causes}
+        decided = (
+            len(sample["prompt"]),
+            drafts[i],
+            sample["decisions"],
+            {name: causes[name][i] for name in causes},
+        )
         answer = spec_metrics.explain_disagreement(sample["prompt"] + sample["response"], *decided)
         if not answer["agrees"]:
             return answer["message"]
@@ -498,7 +362,12 @@ def explain_first(samples, drafts, causes):
 def unswap(named_tensors):
     """--unfix parity: eh_proj's columns as Megatron has them; vLLM loads them without a word."""
     for name, tensor in named_tensors:
-        yield name, torch.cat(tensor.chunk(2, 1)[::-1], 1) if name.endswith("input_proj.weight") else tensor
+        yield (
+            name,
+            torch.cat(tensor.chunk(2, 1)[::-1], 1)
+            if name.endswith("input_proj.weight")
+            else tensor,
+        )
 
 
 def estimate_advantages(rewards, values, args):
@@ -508,26 +377,40 @@ def estimate_advantages(rewards, values, args):
         delta, next_value = reward + args.gamma * next_value - value, value
         running = delta + args.gamma * args.gae_lambda * running
         advantages.insert(0, running)
-    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+    return advantages, [
+        advantage + value for advantage, value in zip(advantages, values, strict=True)
+    ]
 
 
 def score_rollout(actor, reference, value_head, batch, samples, args):
     """Adds old log-probs, advantages and returns to the samples."""
     with torch.no_grad():
-        with contextlib.nullcontext() if "ref" in args.unfix else skip_mtp(actor):  # fix 4: no MTP layer runs
+        with (
+            contextlib.nullcontext() if "ref" in args.unfix else skip_mtp(actor)
+        ):  # fix 4: no MTP layer runs
             old_N = label_logprobs(forward(actor, batch), batch, args.temperature)
             values_N = value_head(actor.trunk_state[:, 0].float())[batch["loss_mask"][0], 0]
         kl_N = old_N - label_logprobs(forward(reference, batch), batch, args.temperature)
-    engine_N = torch.tensor([logprob for sample in samples for logprob in sample["logprobs"]], device=old_N.device)
+    engine_N = torch.tensor(
+        [logprob for sample in samples for logprob in sample["logprobs"]], device=old_N.device
+    )
     rewards, lengths = [], [len(sample["response"]) for sample in samples]
-    for sample, old, values, kl in zip(samples, *(x.split(lengths) for x in (old_N, values_N, kl_N)), strict=True):
+    for sample, old, values, kl in zip(
+        samples, *(x.split(lengths) for x in (old_N, values_N, kl_N)), strict=True
+    ):
         reward = token_rewards(sample, args.symbols)
         rewards.append(sum(reward) / len(reward))
         penalised = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
         advantages, returns = estimate_advantages(penalised, values.tolist(), args)
-        sample |= {"old": old.cpu(), "advantages": torch.tensor(advantages), "returns": torch.tensor(returns)}
+        sample |= {
+            "old": old.cpu(),
+            "advantages": torch.tensor(advantages),
+            "returns": torch.tensor(returns),
+        }
     if not torch.tensor(rewards).isfinite().all():
-        raise RuntimeError("the reward is not finite; nothing was learned from this rollout: look at the reward")
+        raise RuntimeError(
+            "the reward is not finite; nothing was learned from this rollout: look at the reward"
+        )
     gap = (old_N - engine_N).abs().max().item()
     return {"reward": sum(rewards) / len(rewards), "logprob_gap": gap, "kl": kl_N.mean().item()}
 
@@ -536,7 +419,10 @@ def update(actor, value_head, step, samples, args, generator, device):
     """PPO epochs over a rollout, the MTP loss riding along; returns metrics averaged over the updates."""
     from megatron.core import parallel_state
 
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     everyone = torch.cat([sample["advantages"] for sample in samples])
     sums, norms = collections.Counter(), []
     orders = (torch.randperm(len(samples), generator=generator) for _ in range(args.epochs))
@@ -545,25 +431,39 @@ def update(actor, value_head, step, samples, args, generator, device):
         num_tokens = sum(len(samples[i]["response"]) for i in indices)
         part = [samples[i] for i in indices[rank::ranks].tolist()]
         batch = make_batch(part, device, args.unfix)  # fix 2: the mask
-        num_drafted = depth_mask(batch["mtp_token_mask"], 1, batch["packed"].cu_seqlens_q, rule=args.mtp_rule).sum()
+        num_drafted = depth_mask(
+            batch["mtp_token_mask"], 1, batch["packed"].cu_seqlens_q, rule=args.mtp_rule
+        ).sum()
         torch.distributed.all_reduce(num_drafted, group=parallel_state.get_data_parallel_group())
         keys = ("old", "advantages", "returns")
-        old_N, advantages_N, returns_N = (torch.cat([sample[key] for sample in part]).to(device) for key in keys)
+        old_N, advantages_N, returns_N = (
+            torch.cat([sample[key] for sample in part]).to(device) for key in keys
+        )
         advantages_N = (advantages_N - everyone.mean().item()) / (everyone.std().item() + 1e-8)
         with mtp_as_drafter(actor, args):
-            if "loss" in args.unfix:  # stock megatron-core 0.19: labels from input_ids, loss into head and trunk
+            if (
+                "loss" in args.unfix
+            ):  # stock megatron-core 0.19: labels from input_ids, loss into head and trunk
                 # Token-aligned: it rolls ids and mask itself, once more than a caller with labels wants.
                 logits_TV = forward(actor, batch, loss_mask=batch["token_mask"])
                 depth = stock_depth()
             else:
-                with patch_mtp_loss(actor, rule=args.mtp_rule, denominator=num_drafted.clamp(min=1)) as mtp:  # fix 1
-                    logits_TV = forward(actor, batch, labels=batch["labels"], loss_mask=batch["mtp_loss_mask"])
+                with patch_mtp_loss(
+                    actor, rule=args.mtp_rule, denominator=num_drafted.clamp(min=1)
+                ) as mtp:  # fix 1
+                    logits_TV = forward(
+                        actor, batch, labels=batch["labels"], loss_mask=batch["mtp_loss_mask"]
+                    )
                 depth = mtp.depths[0]
             ratio_N = (label_logprobs(logits_TV, batch, args.temperature) - old_N).exp()
             clipped_N = ratio_N.clamp(1 - args.clip, 1 + args.clip)
-            policy_loss = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).sum() / num_tokens
+            policy_loss = (
+                -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).sum() / num_tokens
+            )
             # Detached: the critic must not move the policy either.
-            values_N = value_head(actor.trunk_state[:, 0].detach().float())[batch["loss_mask"][0], 0]
+            values_N = value_head(actor.trunk_state[:, 0].detach().float())[
+                batch["loss_mask"][0], 0
+            ]
             value_loss = (values_N - returns_N).square().sum() / num_tokens
             norms.append(step(policy_loss + 0.5 * value_loss))
         sums.update({name: float(value) for name, value in depth.items()})
@@ -574,16 +474,24 @@ def update(actor, value_head, step, samples, args, generator, device):
     sums = dict(zip(sums, totals.tolist(), strict=True))
     tokens = max(sums["tokens"], 1)
     metrics = {"mtp_loss": sums["loss_sum"] / tokens, "mtp_top1": sums["correct"] / tokens}
-    metrics |= {"mtp_prompt_share": sums["prompts"] / tokens, "clip_fraction": sums["clipped"] / len(norms)}
+    metrics |= {
+        "mtp_prompt_share": sums["prompts"] / tokens,
+        "clip_fraction": sums["clipped"] / len(norms),
+    }
     of_policy, of_mtp = zip(*norms, strict=True)
-    return metrics | {"policy_grad_norm": statistics.fmean(of_policy), "mtp_grad_norm": statistics.fmean(of_mtp)}
+    return metrics | {
+        "policy_grad_norm": statistics.fmean(of_policy),
+        "mtp_grad_norm": statistics.fmean(of_mtp),
+    }
 
 
 def stock_depth():
     """What stock Megatron keeps of its MTP loss, in a global of its own; read and emptied."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as stock
 
-    loss, tokens, correct = (stock.tracker.pop(f"{name}_values").sum().item() for name in ("loss", "total", "correct"))
+    loss, tokens, correct = (
+        stock.tracker.pop(f"{name}_values").sum().item() for name in ("loss", "total", "correct")
+    )
     return {"loss_sum": loss * tokens, "tokens": tokens, "correct": correct}
 
 
@@ -594,10 +502,17 @@ class Refused(ValueError):
 
 def parse_args(argv=None):
     about, formatter = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
-    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action="append", default=[])}
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=formatter, allow_abbrev=False
+    )
+    kinds = {
+        bool: dict(action=argparse.BooleanOptionalAction),
+        list: dict(action="append", default=[]),
+    }
     for field in dataclasses.fields(Args):
-        how = dict(default=field.default, help=field.metadata["help"]) | kinds.get(field.type, dict(type=field.type))
+        how = dict(default=field.default, help=field.metadata["help"]) | kinds.get(
+            field.type, dict(type=field.type)
+        )
         if isinstance(field.metadata["allowed"], list):
             how["choices"] = field.metadata["allowed"]
         parser.add_argument("--" + field.name.replace("_", "-"), **how)
@@ -609,11 +524,17 @@ def check(args):
     for field in dataclasses.fields(args):
         value, least = getattr(args, field.name), field.metadata["allowed"]
         if field.type in (int, float) and not least <= value < 2**63:
-            raise Refused(f"--{field.name.replace('_', '-')} is {value}, give {least} or more, and under 2**63")
+            raise Refused(
+                f"--{field.name.replace('_', '-')} is {value}, give {least} or more, and under 2**63"
+            )
     # vLLM sets LOCAL_WORLD_SIZE as well, for what this process starts; torchrun sets both.
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    several_nodes = "WORLD_SIZE" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
-    cut = any(n % args.tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab))
+    several_nodes = (
+        "WORLD_SIZE" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks
+    )
+    cut = any(
+        n % args.tensor_parallel for n in (ranks, args.heads, args.groups, args.ffn, args.vocab)
+    )
     shares = args.minibatches * ranks // args.tensor_parallel
     on_cuda = args.device == "cuda" or args.device == "auto" and torch.cuda.is_available()
     few = f"torch sees {torch.cuda.device_count()} CUDA devices for {ranks} ranks"
@@ -638,14 +559,20 @@ def check(args):
         os.makedirs(args.out, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
-        raise Refused(f"--out {args.out} cannot be written ({error}), give another folder") from error
+        raise Refused(
+            f"--out {args.out} cannot be written ({error}), give another folder"
+        ) from error
 
 
 def problems_of(metrics, args, device):
     """What a run must not pass over in silence."""
     if metrics["accept_rate"] == 0:
         yield "No draft was accepted: a drafter without weights, or with another model's?"
-    if args.drafter == "synced" and (agreement := metrics["replay_agreement"]) is not None and agreement < 0.99:
+    if (
+        args.drafter == "synced"
+        and (agreement := metrics["replay_agreement"]) is not None
+        and agreement < 0.99
+    ):
         yield "The engine does not draft what the trainer would."
     if device == "cpu" and metrics["logprob_gap"] > 1e-2:
         yield "Trainer and engine differ in log-probs: weights not in step, or another temperature?"
@@ -664,12 +591,25 @@ def save_state(args, step_number, tensors, generator):
     # A copy each: on CPU a master is the parameter itself, and safetensors refuses shared memory.
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     shards = [None] * args.tensor_parallel
-    torch.distributed.all_gather_object(shards, tensors, group=parallel_state.get_tensor_model_parallel_group())
+    torch.distributed.all_gather_object(
+        shards, tensors, group=parallel_state.get_tensor_model_parallel_group()
+    )
     if torch.distributed.get_rank() == 0:
-        whole = {f"{rank}.{name}": tensor for rank, shard in enumerate(shards) for name, tensor in shard.items()}
+        whole = {
+            f"{rank}.{name}": tensor
+            for rank, shard in enumerate(shards)
+            for name, tensor in shard.items()
+        }
         lines = bytearray(open(f"{args.out}/metrics.jsonl", "rb").read() if step_number else b"")
-        whole |= {"generator": generator.get_state(), "metrics": torch.tensor(lines, dtype=torch.uint8)}
-        save_whole(f"{args.out}/state.safetensors", whole, {"step": str(step_number), "args": json.dumps(vars(args))})
+        whole |= {
+            "generator": generator.get_state(),
+            "metrics": torch.tensor(lines, dtype=torch.uint8),
+        }
+        save_whole(
+            f"{args.out}/state.safetensors",
+            whole,
+            {"step": str(step_number), "args": json.dumps(vars(args))},
+        )
 
 
 def load_state(folder):
@@ -678,7 +618,12 @@ def load_state(folder):
     try:
         with safe_open(path, "pt") as file:
             metadata, saved = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
-        state = Args(**json.loads(metadata["args"])), int(metadata["step"]), saved, saved.pop("generator")
+        state = (
+            Args(**json.loads(metadata["args"])),
+            int(metadata["step"]),
+            saved,
+            saved.pop("generator"),
+        )
         path = f"{folder}/reference/model.safetensors"
         safe_open(path, "pt")  # whole?
         return *state, saved.pop("metrics").numpy().tobytes()
@@ -690,41 +635,69 @@ def load_state(folder):
 def restore(tensors, saved, lines, args):
     """What load_state read, into what is in use; the steps after the save will be made again."""
     of_rank = f"{torch.distributed.get_rank() % args.tensor_parallel}."
-    saved = {name.removeprefix(of_rank): tensor for name, tensor in saved.items() if name.startswith(of_rank)}
-    if {name: t.shape for name, t in saved.items()} != {name: t.shape for name, t in tensors.items()}:
-        raise Refused(f"--resume {args.out}: state.safetensors holds another model's tensors, give another run")
+    saved = {
+        name.removeprefix(of_rank): tensor
+        for name, tensor in saved.items()
+        if name.startswith(of_rank)
+    }
+    if {name: t.shape for name, t in saved.items()} != {
+        name: t.shape for name, t in tensors.items()
+    }:
+        raise Refused(
+            f"--resume {args.out}: state.safetensors holds another model's tensors, give another run"
+        )
     fill(tensors, saved)
     pathlib.Path(f"{args.out}/metrics.jsonl").write_bytes(lines)  # on every rank the same
 
 
 def num_parameters(*modules):
     """Of whole modules: a shard counts for every tensor-parallel rank."""
-    shards, parameters = modules[0].config.tensor_model_parallel_size, [p for m in modules for p in m.parameters()]
-    return sum(p.numel() * (shards if getattr(p, "tensor_model_parallel", False) else 1) for p in parameters)
+    shards, parameters = (
+        modules[0].config.tensor_model_parallel_size,
+        [p for m in modules for p in m.parameters()],
+    )
+    return sum(
+        p.numel() * (shards if getattr(p, "tensor_model_parallel", False) else 1)
+        for p in parameters
+    )
 
 
 def report(step_number, metrics, samples, clock, actor, baseline, args):
     """One aligned line a step on the screen; all of it, with seconds and whether drafting paid, in metrics.jsonl."""
     line = {"step": step_number} | metrics
-    line |= {name: clock[i + 1] - clock[i] for i, name in enumerate(("rollout_s", "train_s", "sync_s"))}
-    line["rollout_tokens_per_s"] = rate = sum(len(sample["response"]) for sample in samples) / line["rollout_s"]
+    line |= {
+        name: clock[i + 1] - clock[i] for i, name in enumerate(("rollout_s", "train_s", "sync_s"))
+    }
+    line["rollout_tokens_per_s"] = rate = (
+        sum(len(sample["response"]) for sample in samples) / line["rollout_s"]
+    )
     if metrics["accept_length"]:
         # Cost by parameters read, which is what decoding is bound by: MTP layer and head over trunk and head.
-        drafted, verified = (num_parameters(part, actor.output_layer) for part in (actor.mtp, actor.decoder))
+        drafted, verified = (
+            num_parameters(part, actor.output_layer) for part in (actor.mtp, actor.decoder)
+        )
         line |= spec_metrics.speedup_estimate(metrics["accept_length"], drafted / verified)
     if baseline:
         line["spec/speedup_measured"] = rate / baseline
     with open(f"{args.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
-    cells = {name: "-" if line[name] is None else form.format(line[name]) for name, form in COLUMNS.items()}
+    cells = {
+        name: "-" if line[name] is None else form.format(line[name])
+        for name, form in COLUMNS.items()
+    }
     left = (clock[-1] - clock[0]) * (args.steps - step_number - 1)
-    print(*(cell.rjust(len(name)) for name, cell in cells.items()), f" {left:.0f} s left", flush=True)
+    print(
+        *(cell.rjust(len(name)) for name, cell in cells.items()), f" {left:.0f} s left", flush=True
+    )
 
 
 def draw(folder):
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
-    lines, figure = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")], Figure(figsize=(6, 3.5))
+    lines, figure = (
+        [json.loads(line) for line in open(f"{folder}/metrics.jsonl")],
+        Figure(figsize=(6, 3.5)),
+    )
     axes = figure.add_subplot(xlabel="PPO step", ylim=(0, 1))
     for name, label in (("reward", "reward"), ("accept_rate", "acceptance")):
         if lines[0][name] is not None:
@@ -737,37 +710,68 @@ def build_trainer(args, hf_config, device, dtype):
     """Actor, value head, drafter; Adam on float32 masters (policy and MTP layer apart), its step; all their tensors."""
     from megatron.core import parallel_state
 
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recompute = dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     settings = (recompute if args.recompute else {}) | dict(tensor_parallel=args.tensor_parallel)
     torch.manual_seed(args.seed)
-    actor = build_model(hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings).to(device)
-    actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
+    actor = build_model(
+        hf_config, dtype=dtype, mtp_loss_scaling_factor=args.mtp_scale, **settings
+    ).to(device)
+    actor.decoder.final_layernorm.register_forward_hook(
+        lambda module, _, out: setattr(actor, "trunk_state", out)
+    )
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
-    drafter = {name: p.detach().clone() for name, p in actor.mtp.named_parameters()}  # what the engine drafts with
+    drafter = {
+        name: p.detach().clone() for name, p in actor.mtp.named_parameters()
+    }  # what the engine drafts with
     of_mtp = list(actor.mtp.parameters())
-    of_policy = [p for name, p in actor.named_parameters() if not name.startswith("mtp.")] + [*value_head.parameters()]
+    of_policy = [p for name, p in actor.named_parameters() if not name.startswith("mtp.")] + [
+        *value_head.parameters()
+    ]
     # Most of Adam's steps are smaller than bf16 can tell; a float32 weight is its own master.
     masters = {p: p if p.dtype == torch.float32 else p.detach().float() for p in of_policy + of_mtp}
-    groups = [{"params": [masters[p] for p in of_policy]}, {"params": [masters[p] for p in of_mtp], "lr": args.mtp_lr}]
+    groups = [
+        {"params": [masters[p] for p in of_policy]},
+        {"params": [masters[p] for p in of_mtp], "lr": args.mtp_lr},
+    ]
     optimizer = torch.optim.Adam(groups, lr=args.lr)
     # All that the next step depends on, as it is in use: to save from and to restore into.
     modules = torch.nn.ModuleDict(dict(actor=actor, value_head=value_head))
-    tensors = dict(modules.named_parameters()) | {f"drafter.{name}": tensor for name, tensor in drafter.items()}
+    tensors = dict(modules.named_parameters()) | {
+        f"drafter.{name}": tensor for name, tensor in drafter.items()
+    }
     for i, master in enumerate(masters.values()):
         # Adam makes these at its first step; a resumed run fills them before.
-        adam = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
-        tensors |= {f"master.{i}": master} | {f"adam.{i}.{name}": tensor for name, tensor in adam.items()}
+        adam = dict(
+            step=torch.tensor(0.0),
+            exp_avg=torch.zeros_like(master),
+            exp_avg_sq=torch.zeros_like(master),
+        )
+        tensors |= {f"master.{i}": master} | {
+            f"adam.{i}.{name}": tensor for name, tensor in adam.items()
+        }
         optimizer.state[master] = adam
 
     def clip(parameters):
         """Returns the norm over all tensor-parallel ranks: of every shard, and once of what each rank holds whole."""
         first = parallel_state.get_tensor_model_parallel_rank() == 0
-        counted = [masters[p].grad for p in parameters if first or getattr(p, "tensor_model_parallel", False)]
+        counted = [
+            masters[p].grad
+            for p in parameters
+            if first or getattr(p, "tensor_model_parallel", False)
+        ]
         # In float64 square and root undo each other exactly.
-        square = torch.nn.utils.get_total_norm([grad for grad in counted if grad is not None]).double().square()
+        square = (
+            torch.nn.utils.get_total_norm([grad for grad in counted if grad is not None])
+            .double()
+            .square()
+        )
         torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
         norm = square.sqrt().float()
-        torch.nn.utils.clip_grads_with_norm_([masters[p] for p in parameters], args.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(
+            [masters[p] for p in parameters], args.max_grad_norm, norm
+        )
         return norm.item()
 
     def step(loss):
@@ -775,8 +779,13 @@ def build_trainer(args, hf_config, device, dtype):
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             if master.grad is not None and parallel_state.get_data_parallel_world_size() > 1:
-                torch.distributed.all_reduce(master.grad, group=parallel_state.get_data_parallel_group())
-        norms = clip(of_policy), clip(of_mtp)  # apart: together, a large MTP gradient would shrink the policy's update
+                torch.distributed.all_reduce(
+                    master.grad, group=parallel_state.get_data_parallel_group()
+                )
+        norms = (
+            clip(of_policy),
+            clip(of_mtp),
+        )  # apart: together, a large MTP gradient would shrink the policy's update
         optimizer.step()
         with torch.no_grad():
             for parameter, master in masters.items():
@@ -788,19 +797,29 @@ def build_trainer(args, hf_config, device, dtype):
 
 
 def train(args, first_step=0, saved=None, random_state=None, lines=b""):
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     hf_config = mimo_config(
         num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
         ffn_size=args.ffn, vocab_size=args.vocab, max_positions=max(128, MAX_PROMPT + args.response_tokens + 8),
     )  # fmt: skip
-    started, baseline = time.perf_counter(), args.baseline and open(f"{args.baseline}/metrics.jsonl")
-    baseline = baseline and statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in baseline)
+    started, baseline = (
+        time.perf_counter(),
+        args.baseline and open(f"{args.baseline}/metrics.jsonl"),
+    )
+    baseline = baseline and statistics.median(
+        json.loads(line)["rollout_tokens_per_s"] for line in baseline
+    )
     torch.set_num_threads(1)  # at this size a second thread costs more than it brings
-    init_megatron(device, args.tensor_parallel)
+    ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    init_megatron(device, args.tensor_parallel, 1, *ranks)
     if rank := torch.distributed.get_rank():
         sys.stdout = open(os.devnull, "w")  # the first one speaks for all
-    actor, value_head, drafter, optimizer, step, tensors = build_trainer(args, hf_config, device, dtype)
+    actor, value_head, drafter, optimizer, step, tensors = build_trainer(
+        args, hf_config, device, dtype
+    )
     generator = torch.Generator().manual_seed(args.seed)
     if saved is not None:
         generator.set_state(random_state)
@@ -814,15 +833,22 @@ def train(args, first_step=0, saved=None, random_state=None, lines=b""):
         write_checkpoint(actor, hf_config, f"{args.out}/reference")
     torch.distributed.barrier()
     settings = dict(dtype=dtype, tensor_parallel=args.tensor_parallel)
-    reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, **settings).to(device)
+    reference = load_reference(f"{args.out}/reference", hf_config, args.unfix, **settings).to(
+        device
+    )
     num_saved = num_parameters(actor) - num_parameters(reference)
-    saving = f"{num_saved:,} parameters, {num_saved * dtype.itemsize:,} bytes of MTP layers not built"
-    print(f"reference: {saving}, {0 if 'ref' in args.unfix else 2} MTP forward passes a step not run", flush=True)
+    saving = (
+        f"{num_saved:,} parameters, {num_saved * dtype.itemsize:,} bytes of MTP layers not built"
+    )
+    print(
+        f"reference: {saving}, {0 if 'ref' in args.unfix else 2} MTP forward passes a step not run",
+        flush=True,
+    )
     print(f"{time.perf_counter() - started:.0f} s; starting vLLM", flush=True)
     write_checkpoint(actor, hf_config, f"{args.out}/checkpoint", drafter=drafter)
     llm = rank == 0 and start_engine(
         f"{args.out}/checkpoint", process=args.engine == "process" or torch.distributed.get_world_size() > 1,
-        speculate=args.drafter != "none", dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts,
+        num_drafts=int(args.drafter != "none"), dtype=str(dtype).removeprefix("torch."), max_num_seqs=args.prompts,
         enforce_eager=device == "cpu", gpu_memory_utilization=0.3,
     )  # fmt: skip
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
@@ -835,7 +861,9 @@ def train(args, first_step=0, saved=None, random_state=None, lines=b""):
         clock = [time.perf_counter()]
         prompts = make_prompts(args.prompts, args.response_tokens, args.symbols, generator)
         rollout = [sample(llm, prompts, args, step_number) if llm else None]
-        torch.distributed.broadcast_object_list(rollout)  # from rank 0, beside which the engine runs
+        torch.distributed.broadcast_object_list(
+            rollout
+        )  # from rank 0, beside which the engine runs
         samples = rollout[0]
         clock.append(time.perf_counter())
 
@@ -847,7 +875,9 @@ def train(args, first_step=0, saved=None, random_state=None, lines=b""):
             told = explain_first(samples, drafts, drafts_by_cause(actor, batch, drafter))
             if rank == 0:
                 print("WARNING:", *problems, told, file=sys.stderr, flush=True)
-        metrics |= update(actor, value_head, step, samples, args, generator, device)  # fixes 1, 2, 3
+        metrics |= update(
+            actor, value_head, step, samples, args, generator, device
+        )  # fixes 1, 2, 3
         clock.append(time.perf_counter())
 
         named_tensors = megatron_to_hf(actor.named_parameters(), hf_config)
@@ -875,7 +905,9 @@ def main(argv=None):
     try:
         if args.resume:
             saved, *state = load_state(args.resume)
-            args = dataclasses.replace(saved, out=args.resume, resume=args.resume, verbose=args.verbose)
+            args = dataclasses.replace(
+                saved, out=args.resume, resume=args.resume, verbose=args.verbose
+            )
         check(args)
         train(args, *state)
         return 0
@@ -889,9 +921,13 @@ def main(argv=None):
         code, said = 1, f"{type(error).__name__}: {error}"
     if code != 2 and os.path.exists(f"{args.out}/state.safetensors"):
         said += f"; go on from the last save with --resume {args.out}"
-    if rank and code == 1:  # mostly all ranks fail alike: torchrun ends this one, and the first one's message is enough
+    if (
+        rank and code == 1
+    ):  # mostly all ranks fail alike: torchrun ends this one, and the first one's message is enough
         time.sleep(10)
-    if (rank == 0 or code == 1) and "Connection closed by peer" not in said:  # that is another rank's failure
+    if (
+        rank == 0 or code == 1
+    ) and "Connection closed by peer" not in said:  # that is another rank's failure
         print(f"train_mimo.py: {said}", file=sys.stderr)
     return code
 

@@ -41,12 +41,16 @@ import time
 import traceback
 import types
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # vLLM's worker imports this file by its name
+sys.path.insert(
+    0, str(pathlib.Path(__file__).resolve().parent)
+)  # vLLM's worker imports this file by its name
 import bench_rollout as shared  # noqa: E402, sets the paths to the modules
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+import toy.engine
+import toy.model
 import train_mimo  # noqa: E402
 from drafter_sync import (  # noqa: E402
     DrafterSyncExtension,
@@ -61,9 +65,23 @@ from ref_disable import skip_mtp, without_mtp_config  # noqa: E402
 
 # XiaomiMiMo/MiMo-7B-RL, config.json; max_positions is 32,768 there, but nothing here is longer than 8,192.
 MIMO_7B = dict(
-    num_layers=36, hidden_size=4096, num_heads=32, num_groups=8, ffn_size=11008, vocab_size=151_680, max_positions=8192
+    num_layers=36,
+    hidden_size=4096,
+    num_heads=32,
+    num_groups=8,
+    ffn_size=11008,
+    vocab_size=151_680,
+    max_positions=8192,
 )
-TINY = dict(num_layers=2, hidden_size=128, num_heads=4, num_groups=2, ffn_size=256, vocab_size=512, max_positions=512)
+TINY = dict(
+    num_layers=2,
+    hidden_size=128,
+    num_heads=4,
+    num_groups=2,
+    ffn_size=256,
+    vocab_size=512,
+    max_positions=512,
+)
 GB = 1e9
 
 
@@ -80,7 +98,9 @@ def import_ipc_engine():
     return ipc_engine, absent
 
 
-if os.environ.get("BENCH_IMPORT_IPC"):  # in vLLM's worker too, before it looks for its transfer engine
+if os.environ.get(
+    "BENCH_IMPORT_IPC"
+):  # in vLLM's worker too, before it looks for its transfer engine
     import_ipc_engine()
 
 
@@ -118,12 +138,17 @@ def peak_rise(device):
 
 def hf_shapes(hf_config):
     """{name: shape} of every tensor of a MiMo checkpoint, in its order; any mistake here is one that a push refuses."""
-    hidden, ffn, vocab = (hf_config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    hidden, ffn, vocab = (
+        hf_config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
     queries = hf_config["num_attention_heads"] * hf_config["head_dim"]
     keys = hf_config["num_key_value_heads"] * hf_config["head_dim"]
     layer = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        layer |= {f"self_attn.{name}_proj.weight": (rows, hidden), f"self_attn.{name}_proj.bias": (rows,)}
+        layer |= {
+            f"self_attn.{name}_proj.weight": (rows, hidden),
+            f"self_attn.{name}_proj.bias": (rows,),
+        }
     layer |= {"self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, ffn)}
     layer |= {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
     mtp = layer | {f"{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
@@ -150,8 +175,12 @@ def random_tensors(hf_config, device, dtype, seed=0):
 
 def build(hf_config, device, dtype, **overrides):
     """A Megatron model filled with random weights where it lies: drawing 7.8 B of them on CPU takes minutes."""
-    overrides = dict(perform_initialization=False, use_cpu_initialization=device == "cpu") | overrides
-    model = train_mimo.build_model(hf_config, dtype=dtype, **overrides).to(device=device, dtype=dtype)
+    overrides = (
+        dict(perform_initialization=False, use_cpu_initialization=device == "cpu") | overrides
+    )
+    model = toy.model.build_model(hf_config, dtype=dtype, **overrides).to(
+        device=device, dtype=dtype
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -171,7 +200,7 @@ def start(folder, options, device, dtype, *, process=False, **overrides):
     settings |= cuda if device == "cuda" else {}
     began = time.perf_counter()
     settings |= dict(process=process, dtype=str(dtype).removeprefix("torch."))
-    llm = train_mimo.start_engine(folder, **(settings | overrides))
+    llm = toy.engine.start_engine(folder, **(settings | overrides))
     seconds = time.perf_counter() - began
     print(f"vLLM started in {seconds:.0f} s", flush=True)
     return llm, seconds
@@ -183,7 +212,10 @@ def greedy_tokens(llm):
 
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": list(range(i, i + 5))} for i in range(8)]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
 
 
 def median_seconds(run, device, repeats):
@@ -204,8 +236,15 @@ def packed_batch(hf_config, num_tokens, device):
     """Four documents of random tokens in one buffer, as keywords of GPTModel.forward."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(hf_config["vocab_size"], (num_tokens,), generator=generator)
-    input_ids, position_ids, packed = train_mimo.pack([part.tolist() for part in tokens.chunk(4)], device)
-    return dict(input_ids=input_ids, position_ids=position_ids, attention_mask=None, packed_seq_params=packed)
+    input_ids, position_ids, packed = toy.model.pack(
+        [part.tolist() for part in tokens.chunk(4)], device
+    )
+    return dict(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=None,
+        packed_seq_params=packed,
+    )
 
 
 def table(rows):
@@ -215,13 +254,21 @@ def table(rows):
     def cell(value):
         if value is None:
             return "-"
-        return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+        return (
+            f"{value:,.3f}"
+            if isinstance(value, float)
+            else f"{value:,}"
+            if type(value) is int
+            else str(value)
+        )
 
     lines = [columns] + [[cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print(
-            line[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(line[1:], widths[1:], strict=True)), sep="  "
+            line[0].ljust(widths[0]),
+            *(x.rjust(width) for x, width in zip(line[1:], widths[1:], strict=True)),
+            sep="  ",
         )
     sys.stdout.flush()
 
@@ -233,7 +280,7 @@ def table(rows):
 
 def bench_recompute(options, hf_config, device, dtype, save):
     """The MTP block, called as a training step calls it; the trunk in front of it is one layer deep."""
-    train_mimo.init_megatron(device)
+    toy.model.init_megatron(device)
     model = build(hf_config | {"num_hidden_layers": 1}, device, dtype)
     batch = packed_batch(hf_config, options.tokens, device)
     labels, calls = batch["input_ids"].roll(-1), []
@@ -247,18 +294,25 @@ def bench_recompute(options, hf_config, device, dtype, save):
     handle.remove()
     (args, kwargs), rows = calls[0], []
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    settings = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    settings = dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     for name, values in (("kept", dict.fromkeys(settings)), ("recomputed", settings)):
         for key, value in values.items():
             setattr(model.config, key, value)
-        rows.append({"activations": name} | measure_block(model.mtp, args, kwargs, own, device, options.repeats))
+        rows.append(
+            {"activations": name}
+            | measure_block(model.mtp, args, kwargs, own, device, options.repeats)
+        )
         save(rows=rows)
     table(rows)
     saved = 1 - rows[1]["saved_bytes"] / rows[0]["saved_bytes"]
     slower = sum(rows[1][key] for key in ("forward_ms", "backward_ms")) / sum(
         rows[0][key] for key in ("forward_ms", "backward_ms")
     )
-    print(f"{options.tokens:,} tokens: recompute keeps {saved:.1%} less and takes {slower:.2f} times as long")
+    print(
+        f"{options.tokens:,} tokens: recompute keeps {saved:.1%} less and takes {slower:.2f} times as long"
+    )
     save(saved_share=saved, time_ratio=slower, tokens=options.tokens)
 
 
@@ -308,7 +362,7 @@ def measure_block(block, args, kwargs, own, device, repeats):
 
 def bench_reference(options, hf_config, device, dtype, save):
     """Built in turns, so that each is measured alone."""
-    train_mimo.init_megatron(device)
+    toy.model.init_megatron(device)
     batch, rows = packed_batch(hf_config, options.tokens, device), []
 
     def row(name, model, bytes_allocated, context):
@@ -320,11 +374,20 @@ def bench_reference(options, hf_config, device, dtype, save):
         seconds, peak = median_seconds(run, device, options.repeats)
         num_bytes = sum(p.nbytes for p in model.parameters())
         rows.append(
-            {"model": name, "bytes": num_bytes, "allocated": bytes_allocated, "forward_ms": 1e3 * seconds, "peak": peak}
+            {
+                "model": name,
+                "bytes": num_bytes,
+                "allocated": bytes_allocated,
+                "forward_ms": 1e3 * seconds,
+                "peak": peak,
+            }
         )
         save(rows=rows)
 
-    for name, config, mtp in (("with MTP", hf_config, True), ("without", without_mtp_config(hf_config), False)):
+    for name, config, mtp in (
+        ("with MTP", hf_config, True),
+        ("without", without_mtp_config(hf_config), False),
+    ):
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else None
         model = build(config, device, dtype, mtp=mtp).requires_grad_(False)
@@ -335,7 +398,9 @@ def bench_reference(options, hf_config, device, dtype, save):
         del model
     table(rows)
     saved = rows[0]["bytes"] - rows[-1]["bytes"]
-    print(f"not built: {saved:,} bytes; not run: {rows[0]['forward_ms'] - rows[-1]['forward_ms']:.1f} ms a pass")
+    print(
+        f"not built: {saved:,} bytes; not run: {rows[0]['forward_ms'] - rows[-1]['forward_ms']:.1f} ms a pass"
+    )
     save(saved_bytes=saved, tokens=options.tokens)
 
 
@@ -370,7 +435,9 @@ def push_rows(llm, tensors, device, process, copy_gb_s, repeats, save):
             reports.append(sync_weights(llm, tensors, **how))
             shared.synchronize(device)
             seconds.append(time.perf_counter() - began)
-            peaks.append((peak_rise(device), llm.collective_rpc("bench_memory_peak")[0] if process else None))
+            peaks.append(
+                (peak_rise(device), llm.collective_rpc("bench_memory_peak")[0] if process else None)
+            )
         median, last = statistics.median(seconds[1:]), reports[-1]
         rows.append({
             "verify": str(how["verify"]), "drafter": how.get("drafter", True), "bytes": last.bytes, "seconds": median,
@@ -392,13 +459,16 @@ def profile(run, top=25):
 
 def bench_push(options, hf_config, device, dtype, save, process=False):
     folder = f"{options.work}/config"
-    train_mimo.write_config(hf_config, folder, dtype)
+    toy.engine.write_config(folder, hf_config, dtype)
     tensors = random_tensors(hf_config, device, dtype)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     copy_gb_s = copy_rate(tensors, device, options.repeats)
     if device == "cuda":
         torch.cuda.empty_cache()
-    print(f"{num_bytes:,} bytes in {len(tensors)} tensors; a copy on the device: {copy_gb_s:,.0f} GB/s", flush=True)
+    print(
+        f"{num_bytes:,} bytes in {len(tensors)} tensors; a copy on the device: {copy_gb_s:,.0f} GB/s",
+        flush=True,
+    )
     save(bytes=num_bytes, tensors=len(tensors), copy_gb_s=copy_gb_s)
     llm, seconds = start(folder, options, device, dtype, process=process, load_format="dummy")
     before = greedy_tokens(llm)
@@ -423,9 +493,14 @@ def native_push(llm, tensors, packed):
     ipc_engine, _ = import_ipc_engine()
 
     def send(update):
-        fields = {key: getattr(update, key) for key in ("names", "dtype_names", "shapes", "tensor_sizes", "packed")}
+        fields = {
+            key: getattr(update, key)
+            for key in ("names", "dtype_names", "shapes", "tensor_sizes", "packed")
+        }
         fields["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(update.ipc_handles)).decode()
-        llm.update_weights({"update_info": {key: value for key, value in fields.items() if value is not None}})
+        llm.update_weights(
+            {"update_info": {key: value for key, value in fields.items() if value is not None}}
+        )
 
     llm.start_weight_update()
     how = ipc_engine.IPCTrainerSendWeightsArgs(send_mode=send, packed=packed)
@@ -435,25 +510,36 @@ def native_push(llm, tensors, packed):
 
 def bench_native(options, hf_config, device, dtype, save):
     """Against sync_weights in the same engine. What fails is the result, word for word."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM asks for it before it unpickles the IPC handles
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+        "1"  # vLLM asks for it before it unpickles the IPC handles
+    )
     folder, rows = f"{options.work}/config", []
-    train_mimo.write_config(hf_config, folder, dtype)
+    toy.engine.write_config(folder, hf_config, dtype)
     tensors = random_tensors(hf_config, device, dtype)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     of_target = sum(tensor.nbytes for name, tensor in tensors.items() if ".mtp_layers." not in name)
     copy_gb_s = copy_rate(tensors, device, options.repeats)
     if device == "cuda":
         torch.cuda.empty_cache()
-    save(bytes=num_bytes, bytes_of_target=of_target, copy_gb_s=copy_gb_s, without_ray=import_ipc_engine()[1])
+    save(
+        bytes=num_bytes,
+        bytes_of_target=of_target,
+        copy_gb_s=copy_gb_s,
+        without_ray=import_ipc_engine()[1],
+    )
     settings = dict(load_format="dummy", weight_transfer_config={"backend": "ipc"})
     llm, _ = start(folder, options, device, dtype, process=True, **settings)
     llm.init_weight_transfer_engine({"init_info": {}})
     drafter = drafter_fingerprint(llm)
     tokens = {}
     ways = {
-        f"native, packed={packed}": functools.partial(native_push, llm, tensors, packed) for packed in (False, True)
+        f"native, packed={packed}": functools.partial(native_push, llm, tensors, packed)
+        for packed in (False, True)
     }
-    for name, how in (("target only", dict(drafter=False, verify=False)), ("verified", dict(verify=True))):
+    for name, how in (
+        ("target only", dict(drafter=False, verify=False)),
+        ("verified", dict(verify=True)),
+    ):
         ways[f"sync_weights, {name}"] = functools.partial(sync_weights, llm, tensors, **how)
     for name, push in ways.items():
         try:
@@ -462,14 +548,21 @@ def bench_native(options, hf_config, device, dtype, save):
             llm.reset_prefix_cache()
             tokens[name] = greedy_tokens(llm)
             rate = (num_bytes if "verified" in name else of_target) / seconds / GB
-            row = {"seconds": seconds, "gb_s": rate, "of_copy": rate / copy_gb_s, "peak_bytes": peak}
+            row = {
+                "seconds": seconds,
+                "gb_s": rate,
+                "of_copy": rate / copy_gb_s,
+                "peak_bytes": peak,
+            }
             row["worker_peak_bytes"] = llm.collective_rpc("bench_memory_peak")[0]
         except Exception as error:
             traceback.print_exc()
             row = {"error": f"{type(error).__name__}: {error}"[:300]}
         rows.append({"way": name} | row)
         if name == "native, packed=True":
-            stale = sum(drafter[name] == digest for name, digest in drafter_fingerprint(llm).items())
+            stale = sum(
+                drafter[name] == digest for name, digest in drafter_fingerprint(llm).items()
+            )
         save(rows=rows)
     table(rows)
     same = {name: of_name == list(tokens.values())[-1] for name, of_name in tokens.items()}
@@ -493,7 +586,9 @@ def layers_that_fit(hf_config, device):
     rest = sum(count for name, count in numel.items() if ".layers." not in name)
     # bf16 weight 2, master 4, Adam 8, gradient 4 while a step runs; reference 2; engine 2.
     a_parameter = 2 + 4 + 8 + 4 + 2 + 2
-    fixed = 32 * GB  # logits of a rollout (float32 several times), the engine's cache and buffers, fragments
+    fixed = (
+        32 * GB
+    )  # logits of a rollout (float32 several times), the engine's cache and buffers, fragments
     free = 0.95 * torch.cuda.get_device_properties(0).total_memory - fixed - a_parameter * rest
     return max(1, min(hf_config["num_hidden_layers"], int(free / (a_parameter * of_layer))))
 
@@ -519,13 +614,18 @@ def bench_ppo(options, hf_config, device, dtype, save):
         print(f"{name}: {seconds[name]:.1f} s{memory}", flush=True)
         save(seconds=seconds)
 
-    train_mimo.init_megatron(device)
+    toy.model.init_megatron(device)
     generator = torch.Generator().manual_seed(0)
     actor = build(hf_config, device, dtype, **shared.recompute_settings(args))
     trainer = shared.make_trainer(actor, args, device)
     parameters = sum(p.numel() for p in trainer.actor.parameters())
     print(f"{layers} layers, {parameters:,} parameters", flush=True)
-    save(layers=layers, parameters=parameters, prompts=args.prompts, response_tokens=args.response_tokens)
+    save(
+        layers=layers,
+        parameters=parameters,
+        prompts=args.prompts,
+        response_tokens=args.response_tokens,
+    )
     tick("build")
     train_mimo.warm_up(trainer.actor, trainer.step, args, generator, device)
     tick("warm-up")
@@ -533,20 +633,43 @@ def bench_ppo(options, hf_config, device, dtype, save):
     train_mimo.write_checkpoint(trainer.actor, hf_config, folder)
     tick("write checkpoint")
     settings = dict(perform_initialization=False, use_cpu_initialization=device == "cpu")
-    reference = train_mimo.load_reference(folder, hf_config, dtype=dtype, **settings).to(device=device, dtype=dtype)
+    reference = train_mimo.load_reference(folder, hf_config, dtype=dtype, **settings).to(
+        device=device, dtype=dtype
+    )
     tick("load reference")
-    llm, _ = start(folder, options, device, dtype, max_num_seqs=args.prompts, max_model_len=args.response_tokens + 64)
+    llm, _ = start(
+        folder,
+        options,
+        device,
+        dtype,
+        max_num_seqs=args.prompts,
+        max_model_len=args.response_tokens + 64,
+    )
     tick("start vLLM")
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     steps = []
     for step_number in range(options.steps + 1):
         steps.append(
-            shared.ppo_step(trainer, reference, llm, args, step_number, generator, device, hf_config, drafter=True)
+            shared.ppo_step(
+                trainer,
+                reference,
+                llm,
+                args,
+                step_number,
+                generator,
+                device,
+                hf_config,
+                drafter=True,
+            )
         )
         shared.print_ppo(steps[-1], header=not step_number)
         save(steps=steps)
-    last = {key: statistics.median(step[key] for step in steps[1:]) for key in steps[0] if key.endswith("_s")}
+    last = {
+        key: statistics.median(step[key] for step in steps[1:])
+        for key in steps[0]
+        if key.endswith("_s")
+    }
     rows = [{"part": key.removesuffix("_s"), "seconds": value} for key, value in last.items()]
     table([*rows, {"part": "all", "seconds": sum(last.values())}])
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
@@ -562,7 +685,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
 
 def write_sharded(folder, hf_config, dtype, num_shards, device):
     """A checkpoint laid out as MiMo-7B's: files model-0000i-of-0000n.safetensors and an index; returns its bytes."""
-    train_mimo.write_config(hf_config, folder, dtype)
+    toy.engine.write_config(folder, hf_config, dtype)
     generator = torch.Generator(device).manual_seed(0)
     shapes = list(hf_shapes(hf_config).items())
     total = sum(torch.Size(shape).numel() for _, shape in shapes) * dtype.itemsize
@@ -590,10 +713,10 @@ def read_sharded(folder):
 
 
 def bench_checkpoint(options, hf_config, device, dtype, save):
-    train_mimo.init_megatron(device)
+    toy.model.init_megatron(device)
     hf_config, folder = hf_config | {"num_hidden_layers": 2}, f"{options.work}/sharded"
     total = write_sharded(folder, hf_config, dtype, 4, device)  # MiMo-7B has 4 shards
-    model = train_mimo.build_model(
+    model = toy.model.build_model(
         hf_config, dtype=dtype, perform_initialization=False, use_cpu_initialization=device == "cpu"
     ).to(device=device, dtype=dtype)
     parameters = dict(model.named_parameters())
@@ -605,7 +728,9 @@ def bench_checkpoint(options, hf_config, device, dtype, save):
             parameters[name].copy_(tensor)
         shared.synchronize(device)
         seconds = time.perf_counter() - began
-    back = {name: tensor.cpu() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)}
+    back = {
+        name: tensor.cpu() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)
+    }
     names = [name for name, tensor in read_sharded(folder) if torch.equal(back[name], tensor)]
     bitwise = sorted(names) == sorted(hf_shapes(hf_config)) == sorted(back)
     print(f"{total:,} bytes in 4 shards read in {seconds:.1f} s, bitwise: {bitwise}", flush=True)
@@ -613,9 +738,13 @@ def bench_checkpoint(options, hf_config, device, dtype, save):
 
     llm, start_s = start(folder, options, device, dtype)
     tokens, drafter = greedy_tokens(llm), drafter_fingerprint(llm)
-    report = sync_weights(llm, read_sharded(folder), verify=True)  # what it started with, pushed: nothing may change
+    report = sync_weights(
+        llm, read_sharded(folder), verify=True
+    )  # what it started with, pushed: nothing may change
     same = {"tokens": greedy_tokens(llm) == tokens, "drafter": drafter_fingerprint(llm) == drafter}
-    print(f"vLLM started from it in {start_s:.0f} s; a verified push of the same files left it the same: {same}")
+    print(
+        f"vLLM started from it in {start_s:.0f} s; a verified push of the same files left it the same: {same}"
+    )
     save(engine_start_s=start_s, same_after_push=same, pushed=report._asdict())
 
 
@@ -655,18 +784,36 @@ def child(options, hf_config, device, dtype):
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--tiny", action="store_true", help="toy shape: does the script run?")
-    parser.add_argument("--tokens", type=int, default=8192, help="packed tokens of recompute and reference")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls after one that is left out")
-    parser.add_argument("--layers", type=int, default=0, help="depth of ppo's model; 0: as deep as fits")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="packed tokens of recompute and reference"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed calls after one that is left out"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=0, help="depth of ppo's model; 0: as deep as fits"
+    )
     parser.add_argument("--prompts", type=int, default=32, help="of ppo's rollout")
-    parser.add_argument("--response-tokens", type=int, default=128, help="of ppo's rollout, at most")
+    parser.add_argument(
+        "--response-tokens", type=int, default=128, help="of ppo's rollout, at most"
+    )
     parser.add_argument("--warmup-steps", type=int, default=40, help="before ppo's first rollout")
-    parser.add_argument("--steps", type=int, default=2, help="of PPO after the first, which compiles")
-    parser.add_argument("--profile", action="store_true", help="also say where a push spends the interpreter's time")
-    parser.add_argument("--limit-s", type=float, default=590, help="all parts together; the rest is cut off")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="of PPO after the first, which compiles"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also say where a push spends the interpreter's time"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=590, help="all parts together; the rest is cut off"
+    )
     parser.add_argument("--out", default=str(shared.ROOT / "benchmarks/results"))
     parser.add_argument("--commit", default="", help="where there is no git checkout")
     parser.add_argument("--part", choices=PARTS, help="used by the script itself")
@@ -689,7 +836,9 @@ def run_part(part, argv, options, work, limit_s):
         result = shared.run_child(
             [__file__, *argv, "--work", work, "--part", part, "--result", inner, *more], inner, left
         )
-        too_large = "out of memory" in result.get("error", "").lower() and result.get("layers", 0) > 2
+        too_large = (
+            "out of memory" in result.get("error", "").lower() and result.get("layers", 0) > 2
+        )
         if part != "ppo" or not too_large or left < 60:
             return result
         layers = result["layers"] * 2 // 3
@@ -703,11 +852,15 @@ def main(argv=None):
     options = parse(argv)
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    hf_config = train_mimo.mimo_config(**(TINY if options.tiny else MIMO_7B))
+    hf_config = toy.model.mimo_config(**(TINY if options.tiny else MIMO_7B))
     if options.part:
         shared.show_stacks_before_the_end()
         return child(options, hf_config, device, dtype)
-    work, began, failed = options.work or tempfile.mkdtemp(prefix="bench_mimo7b_"), time.perf_counter(), []
+    work, began, failed = (
+        options.work or tempfile.mkdtemp(prefix="bench_mimo7b_"),
+        time.perf_counter(),
+        [],
+    )
     about = {"command": " ".join(["benchmarks/bench_mimo7b.py", *argv]), "model": hf_config}
     about |= {"dtype": str(dtype)} | shared.provenance(device, options.commit)
     for part in options.parts or PARTS:

@@ -27,7 +27,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from mtp_loss import mtp_cross_entropy  # noqa: E402
 
-SIZES = {"cpu": dict(hidden=512, vocab=32_000, tokens=4096), "cuda": dict(hidden=4096, vocab=151_680, tokens=8192)}
+SIZES = {
+    "cpu": dict(hidden=512, vocab=32_000, tokens=4096),
+    "cuda": dict(hidden=4096, vocab=151_680, tokens=8192),
+}
 
 
 def plain_head(hidden, weight=None):
@@ -36,9 +39,9 @@ def plain_head(hidden, weight=None):
 
 def megatron_head(hidden_size, vocab, device, dtype):
     """The stock head, on one rank. Its weight is replaced by the one that all others use."""
-    import train_mimo
+    import toy.model
 
-    train_mimo.init_megatron(device)
+    toy.model.init_megatron(device)
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -65,7 +68,9 @@ def contestants(hidden, weight, targets, masks, chunk_tokens):
     """name -> (share of slots that count, a function that runs one forward and backward)."""
 
     def chunked(mask):
-        loss, _ = mtp_cross_entropy(hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=chunk_tokens)
+        loss, _ = mtp_cross_entropy(
+            hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=chunk_tokens
+        )
         (loss.sum() / mask.sum()).backward()
 
     def full(head_weight):
@@ -108,7 +113,9 @@ def peak_bytes(device, run):
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - held
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is held now
+    pathlib.Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # sets the high-water mark back to what is held now
     held = _status("VmRSS")
     run()
     return _status("VmHWM") - held
@@ -133,10 +140,17 @@ def measure(device, *, hidden, vocab, tokens, chunk_tokens=1024, repeats=3):
     """One row a contestant: name, share counted, milliseconds, MiB, both also relative to full logits, head trained."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(device, dtype).requires_grad_()
+    weight = (
+        (torch.randn(vocab, hidden, generator=generator) / hidden**0.5)
+        .to(device, dtype)
+        .requires_grad_()
+    )
     states = torch.randn(tokens, 1, hidden, generator=generator).to(device, dtype).requires_grad_()
     targets = torch.randint(vocab, (1, tokens), generator=generator).to(device)
-    masks = {share: (torch.arange(tokens, device=device)[None] * share % 1 == 0).float() for share in (1.0, 0.5)}
+    masks = {
+        share: (torch.arange(tokens, device=device)[None] * share % 1 == 0).float()
+        for share in (1.0, 0.5)
+    }
     runs = contestants(states, weight, targets, masks, chunk_tokens)
     times, peaks = {key: [] for key in runs}, {}
 
@@ -167,10 +181,19 @@ def measure(device, *, hidden, vocab, tokens, chunk_tokens=1024, repeats=3):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda uses MiMo-7B's sizes and bf16")
-    parser.add_argument("--tokens", type=int, help="slots in the buffer (4096 on cpu, 8192 on cuda)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda uses MiMo-7B's sizes and bf16",
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="slots in the buffer (4096 on cpu, 8192 on cuda)"
+    )
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="slots projected at a time")
-    parser.add_argument("--repeats", type=int, default=3, help="timed rounds, of which the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed rounds, of which the median counts"
+    )
     args = parser.parse_args()
     sizes = SIZES[args.device] | ({"tokens": args.tokens} if args.tokens else {})
     rows = measure(args.device, **sizes, chunk_tokens=args.chunk_tokens, repeats=args.repeats)
@@ -181,7 +204,11 @@ def main():
             f"{row['name']:<16}{row['counted']:>8.0%}{row['ms']:>10,}{row['time_ratio']:>8.2f}"
             f"{row['peak_mib']:>11,}{row['memory_ratio']:>8.2f}"
         )
-    print(json.dumps({"device": args.device, **sizes, "chunk_tokens": args.chunk_tokens, "rows": rows}))
+    print(
+        json.dumps(
+            {"device": args.device, **sizes, "chunk_tokens": args.chunk_tokens, "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":

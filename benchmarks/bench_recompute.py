@@ -13,7 +13,7 @@ import sys
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-import train_mimo  # noqa: E402
+import toy.model
 from mtp_recompute import patch_mtp_recompute  # noqa: E402
 
 
@@ -42,13 +42,13 @@ def saved_bytes(model, inputs):
 
 
 def measure(*, hidden_size=256, num_tokens=1024):
-    """One packed buffer of four documents through a MiMo-shaped model; needs train_mimo.init_megatron first."""
-    hf_config = train_mimo.mimo_config(
+    """One packed buffer of four documents through a MiMo-shaped model; needs toy.model.init_megatron first."""
+    hf_config = toy.model.mimo_config(
         hidden_size=hidden_size, num_heads=hidden_size // 32, num_groups=hidden_size // 64,
         ffn_size=hidden_size * 11008 // 4096, max_positions=num_tokens,  # MiMo-7B's proportions
     )  # fmt: skip
-    model = train_mimo.build_model(hf_config)
-    input_ids, position_ids, packed = train_mimo.pack([[1] * (num_tokens // 4)] * 4)
+    model = toy.model.build_model(hf_config)
+    input_ids, position_ids, packed = toy.model.pack([[1] * (num_tokens // 4)] * 4)
     inputs = dict(
         input_ids=input_ids, position_ids=position_ids, attention_mask=None, labels=input_ids,
         loss_mask=torch.ones_like(input_ids, dtype=torch.float32), packed_seq_params=packed,
@@ -69,12 +69,19 @@ def measure(*, hidden_size=256, num_tokens=1024):
 def main():
     import megatron.core
 
-    train_mimo.init_megatron("cpu")
+    toy.model.init_megatron("cpu")
     print(f"{'hidden':>8}{'tokens':>8}{'plain, bytes':>16}{'recompute, bytes':>18}{'ratio':>8}")
     for hidden_size, num_tokens in ((256, 1024), (512, 1024), (512, 4096)):
         row = measure(hidden_size=hidden_size, num_tokens=num_tokens)
-        print(f"{hidden_size:>8}{num_tokens:>8}{row['bytes_plain']:>16,}{row['bytes_recompute']:>18,}{row['ratio']:>8}")
-    print(json.dumps(row | {"megatron_core": megatron.core.__version__.split("+")[0], "torch": torch.__version__}))
+        print(
+            f"{hidden_size:>8}{num_tokens:>8}{row['bytes_plain']:>16,}{row['bytes_recompute']:>18,}{row['ratio']:>8}"
+        )
+    print(
+        json.dumps(
+            row
+            | {"megatron_core": megatron.core.__version__.split("+")[0], "torch": torch.__version__}
+        )
+    )
 
 
 if __name__ == "__main__":

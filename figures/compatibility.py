@@ -45,9 +45,9 @@ DOCUMENTS = [[(7 * i + 3) % 64 for i in range(n)] for n in (16, 24, 12)]
 
 def measure():
     """{symptom: [stock, fixed]} of the megatron-core that this process imports."""
-    import train_mimo
+    import toy.model
 
-    train_mimo.init_megatron("cpu")
+    toy.model.init_megatron("cpu")
     functions = (loss, mask, recompute, reference, drafter, metrics)
     return {function.__name__: [function(False), function(True)] for function in functions}
 
@@ -56,11 +56,11 @@ def build(**settings):
     """A tiny MiMo with every weight random; norms too, since norms of ones hide which state the MTP layer is fed."""
     import torch
 
-    import train_mimo
+    import toy.model
 
     torch.manual_seed(0)
-    hf_config = train_mimo.mimo_config(hidden_size=64, num_heads=2, num_groups=1, ffn_size=96)
-    model = train_mimo.build_model(hf_config, **settings)
+    hf_config = toy.model.mimo_config(hidden_size=64, num_heads=2, num_groups=1, ffn_size=96)
+    model = toy.model.build_model(hf_config, **settings)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     return model, hf_config
@@ -69,10 +69,12 @@ def build(**settings):
 def batch():
     import torch
 
-    import train_mimo
+    import toy.model
 
-    input_ids, position_ids, packed = train_mimo.pack(DOCUMENTS)
-    targets = dict(labels=input_ids.roll(-1, 1), loss_mask=torch.ones_like(input_ids, dtype=torch.float32))
+    input_ids, position_ids, packed = toy.model.pack(DOCUMENTS)
+    targets = dict(
+        labels=input_ids.roll(-1, 1), loss_mask=torch.ones_like(input_ids, dtype=torch.float32)
+    )
     return (input_ids, position_ids, None), dict(packed_seq_params=packed), targets
 
 
@@ -88,7 +90,11 @@ def loss(fixed):
     import mtp_loss
 
     moved = mtp_loss.measure_gradients(True if fixed else None)
-    names = [n for n, mark in zip(("embedding", "trunk", "norm", "head", "MTP"), moved, strict=True) if mark == "#"]
+    names = [
+        n
+        for n, mark in zip(("embedding", "trunk", "norm", "head", "MTP"), moved, strict=True)
+        if mark == "#"
+    ]
     return "everything" if len(names) == 5 else " ".join(names)
 
 
@@ -119,9 +125,13 @@ def recompute(fixed):
         return [parameter.grad for parameter in model.parameters()]
 
     def difference():
-        full = gradients(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        full = gradients(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
         pairs = zip(gradients(), full, strict=True)
-        return f"runs, {max((a - b).abs().max().item() for a, b in pairs):.0e}".replace("0e+00", "0")
+        return f"runs, {max((a - b).abs().max().item() for a, b in pairs):.0e}".replace(
+            "0e+00", "0"
+        )
 
     assert torch.is_grad_enabled()
     with patch_mtp_recompute() if fixed else contextlib.nullcontext():
@@ -155,10 +165,14 @@ def drafter(fixed):
     model, hf_config = build()
     inputs, packed, targets = batch()
     seen = {}
-    model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: seen.update(trunk=args[0]))
+    model.decoder.final_layernorm.register_forward_pre_hook(
+        lambda _, args: seen.update(trunk=args[0])
+    )
     model.mtp.register_forward_hook(lambda _, args, out: seen.update(mtp=out))
     with torch.no_grad(), match_vllm_mimo(model) if fixed else contextlib.nullcontext():
-        model(*inputs, **packed, **targets)  # with labels: without, 0.16.1 has no MTP pass that survives
+        model(
+            *inputs, **packed, **targets
+        )  # with labels: without, 0.16.1 has no MTP pass that survives
         weights = dict(megatron_to_hf(model.named_parameters(), hf_config))
         if not fixed:
             weights["model.mtp_layers.0.input_proj.weight"] = model.mtp.layers[0].eh_proj.weight
@@ -166,7 +180,9 @@ def drafter(fixed):
         start, worst = 0, 0.0
         for document in DOCUMENTS:
             ids_T, slots = torch.tensor(document), slice(start, start + len(document) - 1)
-            vllm_TV = vllm_mimo_mtp(weights, hf_config, ids_T, seen["trunk"][start : start + len(ids_T), 0])
+            vllm_TV = vllm_mimo_mtp(
+                weights, hf_config, ids_T, seen["trunk"][start : start + len(ids_T), 0]
+            )
             worst = max(worst, (vllm_TV[:-1] - megatron_TV[slots]).abs().max().item())
             start += len(document)
     return f"{worst:.1f}" if worst > 0.1 else f"{worst:.0e}"
@@ -180,7 +196,11 @@ def vllm_mimo_mtp(weights, hf_config, ids_T, trunk_TD):
     import torch
     import torch.nn.functional as F
 
-    layer = {n.removeprefix("model.mtp_layers.0."): w for n, w in weights.items() if ".mtp_layers.0." in n}
+    layer = {
+        n.removeprefix("model.mtp_layers.0."): w
+        for n, w in weights.items()
+        if ".mtp_layers.0." in n
+    }
     num_slots, hidden = trunk_TD.shape
 
     def norm(x, name):
@@ -203,8 +223,14 @@ def vllm_mimo_mtp(weights, hf_config, ids_T, trunk_TD):
     both = torch.cat([norm(trunk_TD, "hidden_layernorm"), norm(embedded_TD, "token_layernorm")], -1)
     x = both @ layer["input_proj.weight"].t()
     normed = norm(x, "input_layernorm")
-    query, key, value = rotate(heads(normed, "q_proj")), rotate(heads(normed, "k_proj")), heads(normed, "v_proj")
-    attended = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, enable_gqa=True)[0]
+    query, key, value = (
+        rotate(heads(normed, "q_proj")),
+        rotate(heads(normed, "k_proj")),
+        heads(normed, "v_proj"),
+    )
+    attended = F.scaled_dot_product_attention(
+        query[None], key[None], value[None], is_causal=True, enable_gqa=True
+    )[0]
     x = x + attended.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].t()
     normed = norm(x, "post_attention_layernorm")
     gate, up = (normed @ layer[f"mlp.{name}.weight"].t() for name in ("gate_proj", "up_proj"))
@@ -228,21 +254,30 @@ def metrics(fixed):
 
 def measure_release(version, overlays):
     """Runs this file again with the release first on the path; one without a folder must be the environment's own."""
-    folders = [overlays / name for name in (version, f"mcore-{version}") if (overlays / name).is_dir()]
+    folders = [
+        overlays / name for name in (version, f"mcore-{version}") if (overlays / name).is_dir()
+    ]
     path = os.pathsep.join(map(str, [*folders[:1], ROOT]))
     environment = os.environ | {"PYTHONPATH": path, "NO_VCS_VERSION": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--measure"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{done.stderr[-3000:]}\ncompatibility.py: megatron-core {version} could not be measured")
+        sys.exit(
+            f"{done.stderr[-3000:]}\ncompatibility.py: megatron-core {version} could not be measured"
+        )
     result = json.loads(done.stdout.splitlines()[-1])
     if result["version"] != version:
-        sys.exit(f"megatron-core {version} is neither in {overlays} nor installed: run `make test-releases` first")
+        sys.exit(
+            f"megatron-core {version} is neither in {overlays} nor installed: run `make test-releases` first"
+        )
     return result["cells"]
 
 
 def table(columns):
-    lines = ["| stock &rarr; fixed | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    lines = [
+        "| stock &rarr; fixed | " + " | ".join(columns) + " |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
     for key, title in SYMPTOMS.items():
         cells = [" &rarr; ".join(column[key]) for column in columns.values()]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
@@ -251,8 +286,17 @@ def table(columns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--overlays", type=pathlib.Path, default=ROOT / ".releases", help="folder of release folders")
-    parser.add_argument("--measure", action="store_true", help="print what this process's megatron-core does, as JSON")
+    parser.add_argument(
+        "--overlays",
+        type=pathlib.Path,
+        default=ROOT / ".releases",
+        help="folder of release folders",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="print what this process's megatron-core does, as JSON",
+    )
     args = parser.parse_args()
     if args.measure:
         warnings.simplefilter("ignore")

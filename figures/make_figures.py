@@ -26,9 +26,16 @@ import matplotlib.pyplot as plt
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURES, DATA, OUT = ROOT / "figures", ROOT / "figures" / "data", ROOT / "runs" / "figures"
 SEEDS = (0, 1, 2)
-RUNS = {f"{arm}-{seed}": f"--drafter {arm} --seed {seed}" for seed in SEEDS for arm in ("synced", "frozen", "none")}
+RUNS = {
+    f"{arm}-{seed}": f"--drafter {arm} --seed {seed}"
+    for seed in SEEDS
+    for arm in ("synced", "frozen", "none")
+}
 RUNS |= {f"unfix-{fix}": f"--unfix {fix}" for fix in ("mask", "recompute", "ref", "parity")}
-RUNS |= {"none-scale0": "--drafter none --mtp-scale 0", "none-unfix-loss": "--drafter none --unfix loss"}
+RUNS |= {
+    "none-scale0": "--drafter none --mtp-scale 0",
+    "none-unfix-loss": "--drafter none --unfix loss",
+}
 # With --drafter none no rollout depends on the MTP layer: whatever differs in the policy, the MTP loss did.
 WEIGHTS_OF = ("none-scale0", "none-0", "none-unfix-loss")
 PRINTS = {
@@ -38,7 +45,11 @@ PRINTS = {
     "ref_disable": "ref_disable.py",
 }
 SECONDS_A_RUN = 100  # on 2 idle cores, for the first guess of the time left
-RIGHT, WRONG, OTHER = "#0072B2", "#D55E00", "#6e6e6e"  # blue and vermilion of Okabe and Ito: told apart by all eyes
+RIGHT, WRONG, OTHER = (
+    "#0072B2",
+    "#D55E00",
+    "#6e6e6e",
+)  # blue and vermilion of Okabe and Ito: told apart by all eyes
 WIDTH, DPI = 7.6, 100  # 760 pixels
 
 
@@ -49,9 +60,15 @@ WIDTH, DPI = 7.6, 100  # 760 pixels
 
 def call(command, stdout, log):
     """Runs a command of this repository; if it fails, says so with the end of what it wrote and stops."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_VCS_VERSION": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "NO_VCS_VERSION": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     with open(stdout, "w") as out, open(log, "w") as err:
-        code = subprocess.call([sys.executable, *command.split()], cwd=ROOT, env=environment, stdout=out, stderr=err)
+        code = subprocess.call(
+            [sys.executable, *command.split()], cwd=ROOT, env=environment, stdout=out, stderr=err
+        )
     if code:
         tail = (pathlib.Path(stdout).read_text() + pathlib.Path(log).read_text())[-2000:]
         sys.exit(f"{tail}\nmake_figures.py: python {command} ended with exit code {code}")
@@ -62,7 +79,10 @@ def train(name):
     out = OUT / name
     call(f"train_mimo.py {RUNS[name]} --out {out} --overwrite", f"{out}.stdout", f"{out}.stderr")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    lines = [{key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in line.items()} for line in lines]
+    lines = [
+        {key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in line.items()}
+        for line in lines
+    ]
     put(f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -75,7 +95,9 @@ def weigh():
     """Frobenius distances of the policy from that of the run whose MTP loss weighs 0; 0.0 means bit for bit."""
     from safetensors.torch import load_file
 
-    loaded = {name: load_file(OUT / name / "checkpoint" / "model.safetensors") for name in WEIGHTS_OF}
+    loaded = {
+        name: load_file(OUT / name / "checkpoint" / "model.safetensors") for name in WEIGHTS_OF
+    }
     groups = {
         "embedding": lambda name: name == "model.embed_tokens.weight",
         "trunk": lambda name: name.startswith("model.layers."),
@@ -89,10 +111,15 @@ def weigh():
 
     without = loaded[WEIGHTS_OF[0]]
     distances = {
-        run: {group: norm(group, lambda name, run=run: loaded[run][name] - without[name]) for group in groups}
+        run: {
+            group: norm(group, lambda name, run=run: loaded[run][name] - without[name])
+            for group in groups
+        }
         for run in WEIGHTS_OF[1:]
     }
-    distances["norm of " + WEIGHTS_OF[0]] = {group: norm(group, lambda name: without[name]) for group in groups}
+    distances["norm of " + WEIGHTS_OF[0]] = {
+        group: norm(group, lambda name: without[name]) for group in groups
+    }
     put("head_distance.json", json.dumps(distances, indent=2) + "\n")
 
 
@@ -107,15 +134,24 @@ def measure():
     DATA.mkdir(exist_ok=True)
     OUT.mkdir(parents=True, exist_ok=True)
     weights_missing = not (DATA / "head_distance.json").exists()
-    lost = [n for n in WEIGHTS_OF if weights_missing and not (OUT / n / "checkpoint" / "model.safetensors").exists()]
+    lost = [
+        n
+        for n in WEIGHTS_OF
+        if weights_missing and not (OUT / n / "checkpoint" / "model.safetensors").exists()
+    ]
     runs = [name for name in RUNS if not (DATA / f"{name}.jsonl").exists() or name in lost]
     todo = [(print_of, name) for name in PRINTS if not (DATA / f"{name}.txt").exists()]
     todo += [(train, name) for name in runs]
     seconds = []
     for i, (do, name) in enumerate(todo):
-        left = min(len(runs), len(todo) - i) * (statistics.fmean(seconds) if seconds else SECONDS_A_RUN)
+        left = min(len(runs), len(todo) - i) * (
+            statistics.fmean(seconds) if seconds else SECONDS_A_RUN
+        )
         command = PRINTS[name] if do is print_of else f"train_mimo.py {RUNS[name]}"
-        print(f"[{i + 1}/{len(todo)}] python {command}  (about {left / 60:.0f} minutes left)", flush=True)
+        print(
+            f"[{i + 1}/{len(todo)}] python {command}  (about {left / 60:.0f} minutes left)",
+            flush=True,
+        )
         started = time.perf_counter()
         do(name)
         seconds += [time.perf_counter() - started] if do is train else []
@@ -149,12 +185,19 @@ def save(figure, name):
 
 
 def label(axes, x, y, text, colour, **how):
-    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", color=colour, va="center", **how)
+    axes.annotate(
+        text, (x, y), xytext=(6, 0), textcoords="offset points", color=colour, va="center", **how
+    )
 
 
 def steps_axes(axes, ylabel, num_steps, room=1.4):
     """PPO steps along x, with room at the right for the names of the lines."""
-    axes.set(ylabel=ylabel, xlim=(0, (num_steps - 1) * room), ylim=(-0.03, 1.05), yticks=(0, 0.25, 0.5, 0.75, 1))
+    axes.set(
+        ylabel=ylabel,
+        xlim=(0, (num_steps - 1) * room),
+        ylim=(-0.03, 1.05),
+        yticks=(0, 0.25, 0.5, 0.75, 1),
+    )
     axes.set_xticks(range(0, num_steps, 5))
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -178,29 +221,45 @@ def headline():
                 axes.plot(line, linewidth=0.7, alpha=0.5, color=colour)
             axes.plot(mean, linewidth=2.2, **style)
             if axes is top:
-                label(axes, len(mean) - 1, mean[-1], f"{text}: {mean[-1]:.2f}", colour, fontweight="bold")
+                label(
+                    axes,
+                    len(mean) - 1,
+                    mean[-1],
+                    f"{text}: {mean[-1]:.2f}",
+                    colour,
+                    fontweight="bold",
+                )
     for y, arm in enumerate(arms):
         text = {"synced": "pushed", "frozen": "never pushed", "none": "no drafter"}[arm]
         reward = statistics.fmean(series(f"{arm}-{seed}", "reward")[-1] for seed in SEEDS)
         label(bottom, len(mean) - 1, 0.9 - 0.17 * y, f"{text}: {reward:.2f}", arms[arm][0])
     steps_axes(top, "drafts accepted", len(mean))
     steps_axes(bottom, "reward", len(mean))
-    bottom.set_xlabel(f"PPO step (thick: mean, thin: seeds {', '.join(map(str, SEEDS))})", loc="left")
+    bottom.set_xlabel(
+        f"PPO step (thick: mean, thin: seeds {', '.join(map(str, SEEDS))})", loc="left"
+    )
     save(figure, "headline")
 
 
 def figure_loss():
     """Fix 1: which parameters the MTP loss moves, and how far a whole run's policy ended from where it should."""
     figure, (left, right) = canvas(2.9, 1, 2, width_ratios=(3, 4))
-    row = next(line for line in print_lines("mtp_loss") if line.split()[:3] == ["untied", "1", "none"]).split()[3:]
-    names, marks = ["embedding", "trunk", "norm", "head", "MTP"], {"stock": row[:5], "fixed": row[10:]}
+    row = next(
+        line for line in print_lines("mtp_loss") if line.split()[:3] == ["untied", "1", "none"]
+    ).split()[3:]
+    names, marks = (
+        ["embedding", "trunk", "norm", "head", "MTP"],
+        {"stock": row[:5], "fixed": row[10:]},
+    )
     for x, cells in enumerate(marks.values()):
         for y, mark in enumerate(cells):
             moves, is_mtp = mark == "#", y == 4
             colour = (RIGHT if is_mtp else WRONG) if moves else "#eeeeee"
             left.add_patch(plt.Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, color=colour))
             text = "moves" if moves else "0"
-            left.text(x + 0.5, y + 0.5, text, ha="center", va="center", color="white" if moves else RIGHT)
+            left.text(
+                x + 0.5, y + 0.5, text, ha="center", va="center", color="white" if moves else RIGHT
+            )
     left.set(xlim=(0, 2), ylim=(5, 0), title="gradient of the MTP loss")
     left.set_xticks([0.5, 1.5], marks)
     left.set_yticks([y + 0.5 for y in range(5)], names)
@@ -209,15 +268,23 @@ def figure_loss():
 
     distances = json.loads((DATA / "head_distance.json").read_text())
     norms, groups = distances["norm of " + WEIGHTS_OF[0]], names[:4]
-    for run, colour, shift, text in (("none-unfix-loss", WRONG, -0.2, "stock"), ("none-0", RIGHT, 0.2, "fixed")):
+    for run, colour, shift, text in (
+        ("none-unfix-loss", WRONG, -0.2, "stock"),
+        ("none-0", RIGHT, 0.2, "fixed"),
+    ):
         values = [distances[run][group] / norms[group] for group in groups]
         places = [y + shift for y in range(4)]
         right.barh(places, values, 0.36, color=colour)
         for y, value in zip(places, values, strict=True):
             amount = f"{value:.1%}" if value else "0, bit for bit"
             label(right, value, y, f"{text}: {amount}", colour)
-    right.set(ylim=(3.6, -0.6), title="distance from the policy of a run\nwhose MTP loss weighs 0, after 30 steps")
-    right.set_xlim(0, 1.5 * max(distances["none-unfix-loss"][group] / norms[group] for group in groups))
+    right.set(
+        ylim=(3.6, -0.6),
+        title="distance from the policy of a run\nwhose MTP loss weighs 0, after 30 steps",
+    )
+    right.set_xlim(
+        0, 1.5 * max(distances["none-unfix-loss"][group] / norms[group] for group in groups)
+    )
     right.set_yticks(range(4), groups)
     right.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, 0))
     right.spines[["top", "right"]].set_visible(False)
@@ -232,11 +299,27 @@ def figure_mask():
     for y, name in enumerate(("token", "before", "target", "drafted")):
         for x, cell in enumerate(rows[name]):
             # Slot x learns token x+2: on a prompt token that is a mistake.
-            colour = {"#": WRONG if x + 2 < num_prompt else RIGHT, "P": "#bbbbbb", "R": "#555555"}.get(cell, "#f2f2f2")
+            colour = {
+                "#": WRONG if x + 2 < num_prompt else RIGHT,
+                "P": "#bbbbbb",
+                "R": "#555555",
+            }.get(cell, "#f2f2f2")
             top.add_patch(plt.Rectangle((x + 0.04, y + 0.08), 0.92, 0.84, color=colour))
-            text = f"learns {x + 2}" if cell == "#" else {"P": f"prompt {x}", "R": f"response {x}"}.get(cell, "")
+            text = (
+                f"learns {x + 2}"
+                if cell == "#"
+                else {"P": f"prompt {x}", "R": f"response {x}"}.get(cell, "")
+            )
             dark = colour not in ("#bbbbbb", "#f2f2f2")
-            top.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
+            top.text(
+                x + 0.5,
+                y + 0.5,
+                text,
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if dark else "black",
+            )
     top.set(xlim=(0, 8), ylim=(4, 0), title="which slot trains draft depth 1, and on which token")
     top.set_yticks([0.5, 1.5, 2.5, 3.5], ["token", "before", 'rule="target"', 'rule="drafted"'])
     top.set_xticks([])
@@ -245,9 +328,15 @@ def figure_mask():
     for run, colour, text in (("unfix-mask", WRONG, "--unfix mask"), ("synced-0", RIGHT, "fixed")):
         shares = series(run, "mtp_prompt_share")
         bottom.plot(shares, color=colour, linewidth=2)
-        label(bottom, len(shares) - 1, shares[-1], f"{text}: {statistics.fmean(shares):.0%}", colour)
-    bottom.set(title="share of the slots that train, whose target is a prompt token", ylim=(-0.02, 0.32))
-    bottom.set(xlabel="PPO step", xlim=(0, (len(shares) - 1) * 1.3), xticks=range(0, len(shares), 5))
+        label(
+            bottom, len(shares) - 1, shares[-1], f"{text}: {statistics.fmean(shares):.0%}", colour
+        )
+    bottom.set(
+        title="share of the slots that train, whose target is a prompt token", ylim=(-0.02, 0.32)
+    )
+    bottom.set(
+        xlabel="PPO step", xlim=(0, (len(shares) - 1) * 1.3), xticks=range(0, len(shares), 5)
+    )
     bottom.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, 0))
     bottom.spines[["top", "right"]].set_visible(False)
     save(figure, "fix2_mask")
@@ -287,9 +376,15 @@ def figure_reference():
             text = f"MTP {count - trunk:,}"
             axes.text((trunk + count) / 2, y, text, ha="center", va="center", color="white")
         bad = runs_mtp or not keeps_actor
-        text = f"MTP forwards a pass: {row[3]}" + ("" if keeps_actor else "\nthe actor built next has no MTP")
+        text = f"MTP forwards a pass: {row[3]}" + (
+            "" if keeps_actor else "\nthe actor built next has no MTP"
+        )
         label(axes, max(parameters) * 1.01, y, text, WRONG if bad else RIGHT)
-    axes.set(xlabel="parameters of a toy MiMo", ylim=(len(rows) - 0.5, -0.5), xlim=(0, max(parameters) * 1.68))
+    axes.set(
+        xlabel="parameters of a toy MiMo",
+        ylim=(len(rows) - 0.5, -0.5),
+        xlim=(0, max(parameters) * 1.68),
+    )
     axes.set_xticks((0, 50_000, 100_000), ("0", "50,000", "100,000"))
     axes.set_yticks(range(len(rows)), [row[0].strip().replace(", ", ",\n") for row in rows])
     axes.spines[["top", "right"]].set_visible(False)
@@ -305,7 +400,10 @@ def figure_drafter():
         "unfix-parity": (WRONG, ":", "--unfix parity"),
     }
     for axes, key, title in zip(
-        panels, ("replay_agreement", "accept_rate"), ("decisions predicted", "drafts accepted"), strict=True
+        panels,
+        ("replay_agreement", "accept_rate"),
+        ("decisions predicted", "drafts accepted"),
+        strict=True,
     ):
         for run, (colour, style, text) in runs.items():
             line = series(run, key)
@@ -334,9 +432,15 @@ def figure_metrics():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="delete figures/data/ of earlier measurements first")
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete figures/data/ of earlier measurements first"
+    )
     if parser.parse_args().fresh:
-        names = [f"{name}.jsonl" for name in RUNS] + [f"{name}.txt" for name in PRINTS] + ["head_distance.json"]
+        names = (
+            [f"{name}.jsonl" for name in RUNS]
+            + [f"{name}.txt" for name in PRINTS]
+            + ["head_distance.json"]
+        )
         for name in names:
             (DATA / name).unlink(missing_ok=True)
     measure()

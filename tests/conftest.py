@@ -5,12 +5,16 @@ import os
 import tempfile
 import zlib
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # small tensors: a second thread costs more than it brings
 
+import toy.engine  # isort: skip  # before torch
 import pytest
 import torch
 
-import train_mimo
+from drafter_sync import megatron_to_hf
+from toy.model import build_model, init_megatron, mimo_config
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two workers of vLLM on one NUMA node: it would look for one node each. vLLM reads this once a process.
@@ -20,9 +24,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 @pytest.fixture(scope="session")
 def megatron():
     """Megatron's process groups of size 1, on CPU."""
-    train_mimo.init_megatron("cpu")
+    init_megatron("cpu")
     yield
-    if torch.distributed.is_initialized():  # vLLM's engine in this process takes all groups down with its own
+    if (
+        torch.distributed.is_initialized()
+    ):  # vLLM's engine in this process takes all groups down with its own
         torch.distributed.destroy_process_group()
 
 
@@ -37,15 +43,23 @@ def tiny(megatron):
 
 def build_tiny(mtp_layers=1, tied=False, seed=0, vocab_size=64, **overrides):
     """The same weights for every tensor-parallel size: each is drawn whole from its name, then cut to this rank."""
-    config = train_mimo.mimo_config(
-        hidden_size=64, num_heads=2, num_groups=2, ffn_size=96, vocab_size=vocab_size, mtp_layers=mtp_layers, tied=tied
+    config = mimo_config(
+        hidden_size=64,
+        num_heads=2,
+        num_groups=2,
+        ffn_size=96,
+        vocab_size=vocab_size,
+        mtp_layers=mtp_layers,
+        tied=tied,
     )
-    model = train_mimo.build_model(config, **overrides)
+    model = build_model(config, **overrides)
     tp_size = model.config.tensor_model_parallel_size
     tp_rank = torch.distributed.get_rank() % tp_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            name = name.replace("mtp_model_layer", "transformer_layer")  # Megatron 0.16 and 0.17 differ in this name
+            name = name.replace(
+                "mtp_model_layer", "transformer_layer"
+            )  # Megatron 0.16 and 0.17 differ in this name
             generator = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(name.encode()))
             sharded = getattr(parameter, "tensor_model_parallel", False)
             shape = list(parameter.shape)
@@ -64,7 +78,9 @@ def build_tiny(mtp_layers=1, tied=False, seed=0, vocab_size=64, **overrides):
 def run_on_ranks(world_size, function, *args, tensor_parallel=1, context_parallel=1):
     """Runs `function(rank, *args)` (a top-level one) in `world_size` gloo processes; returns their results in order."""
     # A fork server imports torch and Megatron once, so that each further call takes a second instead of ten.
-    multiprocessing.set_forkserver_preload(["train_mimo", "megatron.core.models.gpt.gpt_layer_specs"])
+    multiprocessing.set_forkserver_preload(
+        ["toy.model", "megatron.core.models.gpt.gpt_layer_specs"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _rank,
@@ -79,7 +95,7 @@ def _rank(rank, world_size, tensor_parallel, context_parallel, folder, function,
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", world_size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    train_mimo.init_megatron("cpu", tensor_parallel, context_parallel)
+    init_megatron("cpu", tensor_parallel, context_parallel)
     result = function(rank, *args)
     torch.save(result, f"{folder}/{rank}")
     torch.distributed.barrier()
@@ -92,12 +108,14 @@ def engine(megatron, tmp_path_factory):
 
     One a session: a start takes 20 s. Tests may push what they like; each begins with `random_weights` and a push.
     """
-    hf_config = train_mimo.mimo_config()
-    model = train_mimo.build_model(hf_config)
+    hf_config = mimo_config()
+    model = build_model(hf_config)
     random_weights(model, 0)
     folder = str(tmp_path_factory.mktemp("engine"))
-    train_mimo.write_checkpoint(model, hf_config, folder)
-    llm = train_mimo.start_engine(folder, disable_log_stats=False)
+    toy.engine.write_checkpoint(
+        folder, hf_config, megatron_to_hf(model.named_parameters(), hf_config)
+    )
+    llm = toy.engine.start_engine(folder, disable_log_stats=False)
     yield llm, model, hf_config
     llm.llm_engine.engine_core.shutdown()
 
@@ -108,4 +126,6 @@ def random_weights(model, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 1.0 if "word_embeddings" in name else 0.1
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("norm" in name))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * scale + ("norm" in name)
+            )

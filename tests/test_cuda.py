@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import random_weights
 
+import toy.engine
+import toy.model
 import train_mimo
 from drafter_sync import DrafterSyncError, drafter_fingerprint, megatron_to_hf, sync_weights
 from mtp_loss import draft_tokens
@@ -15,9 +17,13 @@ from mtp_loss import draft_tokens
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.engine,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: see benchmarks/results for an H200's"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: see benchmarks/results for an H200's"
+    ),
 ]
-CONFIG = train_mimo.mimo_config(hidden_size=256, num_heads=4, num_groups=2, ffn_size=512)  # heads of 64
+CONFIG = toy.model.mimo_config(
+    hidden_size=256, num_heads=4, num_groups=2, ffn_size=512
+)  # heads of 64
 ARGS = train_mimo.Args(hidden=256, ffn=512, prompts=64, warmup_steps=150, temperature=1.0)
 
 
@@ -26,9 +32,9 @@ def policy(tmp_path_factory):
     """(model, folder): bf16, trained for a few seconds, so that few drafts are near-ties, and its checkpoint."""
     if torch.distributed.is_initialized():
         pytest.skip("Megatron runs on CPU in this process: run pytest -m cuda by itself")
-    train_mimo.init_megatron("cuda")
+    toy.model.init_megatron("cuda")
     torch.manual_seed(0)
-    model = train_mimo.build_model(CONFIG)
+    model = toy.model.build_model(CONFIG)
     random_weights(model, 0)
     model.cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -38,7 +44,9 @@ def policy(tmp_path_factory):
         optimizer.step()
         optimizer.zero_grad()
 
-    with pytest.MonkeyPatch.context() as patch:  # 9 to 1: drafts that bf16 cannot tell apart are rare
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # 9 to 1: drafts that bf16 cannot tell apart are rare
         patch.setattr(train_mimo, "WARMUP_SHARE_OF_PLUS_TWO", 0.1)
         train_mimo.warm_up(model, step, ARGS, torch.Generator().manual_seed(0), "cuda")
     model.to(torch.bfloat16)
@@ -55,11 +63,15 @@ def start(folder, **settings):
     graphs = dict(enforce_eager=False, compilation_config=sizes)
     memory = dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30)
     settings = graphs | memory | settings
-    return train_mimo.start_engine(folder, process=True, dtype="bfloat16", max_num_seqs=64, **settings)
+    return toy.engine.start_engine(
+        folder, process=True, dtype="bfloat16", max_num_seqs=64, **settings
+    )
 
 
 def sampled(llm):
-    prompts = train_mimo.make_prompts(64, ARGS.response_tokens, ARGS.symbols, torch.Generator().manual_seed(1))
+    prompts = train_mimo.make_prompts(
+        64, ARGS.response_tokens, ARGS.symbols, torch.Generator().manual_seed(1)
+    )
     return train_mimo.sample(llm, prompts, ARGS, 0)
 
 
@@ -73,13 +85,15 @@ def push(llm, model, **settings):
 
 def push_others(llm):
     """Random weights, so that everything that the engine holds changes."""
-    other = train_mimo.build_model(CONFIG)
+    other = toy.model.build_model(CONFIG)
     random_weights(other, 1)
     return push(llm, other.to("cuda", torch.bfloat16))
 
 
 @pytest.mark.parametrize("v2_runner", ["0", "1"])
-def test_a_push_leaves_what_a_fresh_engine_has_and_the_trainer_predicts_its_decisions(policy, monkeypatch, v2_runner):
+def test_a_push_leaves_what_a_fresh_engine_has_and_the_trainer_predicts_its_decisions(
+    policy, monkeypatch, v2_runner
+):
     model, folder = policy
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", v2_runner)
     llm = start(folder)
@@ -102,7 +116,9 @@ def test_fp8_weights_and_scales_after_a_push_are_those_of_an_engine_that_quantis
     model, folder = policy
     llm = start(folder, quantization="fp8")
     fresh, before = drafter_fingerprint(llm), sampled(llm)
-    assert sum(name.endswith("weight_scale") for name in fresh) >= 4, "no layer of the drafter is quantised"
+    assert sum(name.endswith("weight_scale") for name in fresh) >= 4, (
+        "no layer of the drafter is quantised"
+    )
     push_others(llm)
     assert drafter_fingerprint(llm).keys() == fresh.keys() and drafter_fingerprint(llm) != fresh
     push(llm, model)
@@ -133,10 +149,14 @@ def test_after_sleep_1_and_2_a_whole_push_restores_all_and_one_of_the_target_alo
 def test_packed_documents_give_the_drafts_of_one_document_alone(policy):
     model, _ = policy
     documents = [[3, 4, 5, 7, 8, 9], [60, 62, 63, 1, 3], [10, 11, 12, 14, 15, 17, 18, 19]]
-    input_ids, position_ids, packed = train_mimo.pack(documents, "cuda")
-    together = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0].tolist()
+    input_ids, position_ids, packed = toy.model.pack(documents, "cuda")
+    together = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[
+        0
+    ].tolist()
     alone = []
     for document in documents:
-        input_ids, position_ids, packed = train_mimo.pack([document], "cuda")
-        alone += draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0].tolist()
+        input_ids, position_ids, packed = toy.model.pack([document], "cuda")
+        alone += draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[
+            0
+        ].tolist()
     assert together == alone

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from conftest import build_tiny, random_weights, run_on_ranks
 
+import toy.engine
+import toy.model
 import train_mimo
 from drafter_sync import (
     DrafterSyncError,
@@ -35,7 +37,7 @@ DOCUMENTS = [[3, 9, 27, 18, 54], [5, 6], [60, 1, 2, 3, 4, 5, 6]]
 @pytest.mark.parametrize("mtp_layers", [1, 2])
 def test_names_go_to_hugging_face_and_back_bit_for_bit(tiny, tied, mtp_layers):
     model = tiny(mtp_layers=mtp_layers, tied=tied)
-    hf_config = train_mimo.mimo_config(**TINY, mtp_layers=mtp_layers, tied=tied)
+    hf_config = toy.model.mimo_config(**TINY, mtp_layers=mtp_layers, tied=tied)
     parameters = dict(model.named_parameters())
     hf = dict(megatron_to_hf(parameters.items(), hf_config))
     assert ("lm_head.weight" in hf) == (not tied)
@@ -46,14 +48,16 @@ def test_names_go_to_hugging_face_and_back_bit_for_bit(tiny, tied, mtp_layers):
 
 
 def test_both_inner_block_names_and_transformer_engine_norm_names_give_the_same_tensors(tiny):
-    hf_config = train_mimo.mimo_config(**TINY)
+    hf_config = toy.model.mimo_config(**TINY)
     parameters = dict(tiny().named_parameters())
     renamed = {}
     for name, parameter in parameters.items():
         name = name.replace("mtp_model_layer", "transformer_layer")
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
         if "layers." in name:
-            name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+            name = name.replace(
+                ".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"
+            )
         renamed[f"module.{name}"] = parameter
     plain, other = (dict(megatron_to_hf(p.items(), hf_config)) for p in (parameters, renamed))
     assert all(torch.equal(plain[name], other[name]) for name in plain) and set(plain) == set(other)
@@ -63,22 +67,30 @@ def test_both_inner_block_names_and_transformer_engine_norm_names_give_the_same_
 
 def test_input_proj_reads_hidden_first_and_eh_proj_embedding_first(tiny):
     model = tiny()
-    hf = dict(megatron_to_hf(model.named_parameters(), train_mimo.mimo_config(**TINY)))
+    hf = dict(megatron_to_hf(model.named_parameters(), toy.model.mimo_config(**TINY)))
     embedding, hidden = model.mtp.layers[0].eh_proj.weight.chunk(2, 1)
-    assert torch.equal(hf["model.mtp_layers.0.input_proj.weight"], torch.cat([hidden, embedding], 1))
+    assert torch.equal(
+        hf["model.mtp_layers.0.input_proj.weight"], torch.cat([hidden, embedding], 1)
+    )
 
 
 def test_query_groups_are_taken_apart_head_by_head(tiny):
     model = tiny()
-    hf = dict(megatron_to_hf(model.named_parameters(), train_mimo.mimo_config(**TINY)))
-    fused = model.decoder.layers[0].self_attention.linear_qkv.weight  # 2 groups of [q; k; v], heads of 32
-    assert torch.equal(hf["model.layers.0.self_attn.k_proj.weight"], torch.cat([fused[32:64], fused[128:160]]))
+    hf = dict(megatron_to_hf(model.named_parameters(), toy.model.mimo_config(**TINY)))
+    fused = model.decoder.layers[
+        0
+    ].self_attention.linear_qkv.weight  # 2 groups of [q; k; v], heads of 32
+    assert torch.equal(
+        hf["model.layers.0.self_attn.k_proj.weight"], torch.cat([fused[32:64], fused[128:160]])
+    )
 
 
 def whole_names(rank, tensor_parallel):
     model = build_tiny(tensor_parallel=tensor_parallel)
-    hf_config = train_mimo.mimo_config(**TINY)
-    hf = {name: tensor.clone() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)}
+    hf_config = toy.model.mimo_config(**TINY)
+    hf = {
+        name: tensor.clone() for name, tensor in megatron_to_hf(model.named_parameters(), hf_config)
+    }
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     back = dict(hf_to_megatron(hf.items(), hf_config, own))
     return hf, all(torch.equal(back[name], own[name]) for name in own)
@@ -92,7 +104,7 @@ def test_two_tensor_parallel_ranks_gather_to_the_tensors_of_one(megatron):
 
 
 def test_padded_vocabulary_rows_are_dropped_and_come_back_as_zeros(tiny):
-    model, hf_config = tiny(vocab_size=64), train_mimo.mimo_config(**TINY, vocab_size=60)
+    model, hf_config = tiny(vocab_size=64), toy.model.mimo_config(**TINY, vocab_size=60)
     hf = dict(megatron_to_hf(model.named_parameters(), hf_config))
     assert len(hf["lm_head.weight"]) == 60
     back = dict(hf_to_megatron(hf.items(), hf_config, dict(model.named_parameters())))
@@ -100,17 +112,27 @@ def test_padded_vocabulary_rows_are_dropped_and_come_back_as_zeros(tiny):
 
 
 def test_unknown_missing_and_left_over_names_are_errors_that_name_them(tiny):
-    hf_config = train_mimo.mimo_config(**TINY)
+    hf_config = toy.model.mimo_config(**TINY)
     parameters = dict(tiny().named_parameters())
     hf = dict(megatron_to_hf(parameters.items(), hf_config))
     with pytest.raises(DrafterSyncError, match="router"):
         list(megatron_to_hf([("decoder.layers.0.mlp.router.weight", torch.ones(2))], hf_config))
     with pytest.raises(DrafterSyncError, match="model.norm.weight"):
-        list(hf_to_megatron([pair for pair in hf.items() if pair[0] != "model.norm.weight"], hf_config, parameters))
+        list(
+            hf_to_megatron(
+                [pair for pair in hf.items() if pair[0] != "model.norm.weight"],
+                hf_config,
+                parameters,
+            )
+        )
     with pytest.raises(DrafterSyncError, match="visual"):
         list(hf_to_megatron([*hf.items(), ("visual.weight", torch.ones(2))], hf_config, parameters))
     with pytest.raises(DrafterSyncError, match="mtp"):
-        list(hf_to_megatron(hf.items(), hf_config, [name for name in parameters if not name.startswith("mtp.")]))
+        list(
+            hf_to_megatron(
+                hf.items(), hf_config, [name for name in parameters if not name.startswith("mtp.")]
+            )
+        )
 
 
 # ---- conventions, without an engine: these run on every Megatron release ------------------------------------------
@@ -119,21 +141,33 @@ def test_unknown_missing_and_left_over_names_are_errors_that_name_them(tiny):
 def mimo_drafter(model, input_ids, pre_norm=True, zero_position0=True):
     """vLLM's MiMo drafter for one document, in plain torch: logits of slots 0 to n-2, each the draft for token t+2."""
     layer, states = model.mtp.layers[0], []
-    pre_hook = model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    post_hook = model.decoder.final_layernorm.register_forward_hook(lambda _, args, out: states.append(out))
+    pre_hook = model.decoder.final_layernorm.register_forward_pre_hook(
+        lambda _, args: states.append(args[0])
+    )
+    post_hook = model.decoder.final_layernorm.register_forward_hook(
+        lambda _, args, out: states.append(out)
+    )
     with skip_mtp(model), torch.no_grad():
         positions = torch.arange(len(input_ids))[None]
         model(torch.tensor([input_ids]), positions, None)
     pre_hook.remove(), post_hook.remove()
     hidden_SD = states[0 if pre_norm else 1][:-1, 0]
-    embedded_SD = model.embedding.word_embeddings.weight.detach()[torch.tensor(input_ids[1:])].clone()
+    embedded_SD = model.embedding.word_embeddings.weight.detach()[
+        torch.tensor(input_ids[1:])
+    ].clone()
     if zero_position0:
         embedded_SD[0] = 0
     norm = lambda x, module: F.rms_norm(x, x.shape[-1:], module.weight, 1e-6)  # noqa: E731
-    x_SD = torch.cat([norm(embedded_SD, layer.enorm), norm(hidden_SD, layer.hnorm)], 1) @ layer.eh_proj.weight.T
+    x_SD = (
+        torch.cat([norm(embedded_SD, layer.enorm), norm(hidden_SD, layer.hnorm)], 1)
+        @ layer.eh_proj.weight.T
+    )
     block = getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
     attention, num_slots = block.self_attention, len(x_SD)
-    qkv = norm(x_SD, block.input_layernorm) @ attention.linear_qkv.weight.T + attention.linear_qkv.bias
+    qkv = (
+        norm(x_SD, block.input_layernorm) @ attention.linear_qkv.weight.T
+        + attention.linear_qkv.bias
+    )
     query, key, value = (part.transpose(0, 1) for part in qkv.view(num_slots, 2, 3, 32).unbind(2))
     angle = torch.arange(num_slots)[:, None] * 10000.0 ** -(torch.arange(0, 32, 2) / 32)
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
@@ -146,7 +180,7 @@ def mimo_drafter(model, input_ids, pre_norm=True, zero_position0=True):
 
 
 def drafts_of(model, documents, **conventions):
-    input_ids, position_ids, packed = train_mimo.pack(documents)
+    input_ids, position_ids, packed = toy.model.pack(documents)
     with match_vllm_mimo(model, **conventions):
         tokens = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0]
     return [part.tolist() for part in tokens.split([len(document) for document in documents])]
@@ -166,9 +200,13 @@ def test_depth_1_computes_vllms_formula_packed_and_dense(tiny, pre_norm, zero_po
         assert dense[: len(wanted)] == wanted
 
 
-def test_the_mtp_loss_is_that_of_vllms_formula_in_any_order_of_the_contexts_and_with_recompute(tiny):
+def test_the_mtp_loss_is_that_of_vllms_formula_in_any_order_of_the_contexts_and_with_recompute(
+    tiny,
+):
     document = [3, 9, 27, 18, 54, 33]
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recompute = dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     losses = []
     for settings, order in itertools.product(({}, recompute), itertools.permutations(range(3))):
         model, mtp = tiny(**settings).train(), None
@@ -177,11 +215,16 @@ def test_the_mtp_loss_is_that_of_vllms_formula_in_any_order_of_the_contexts_and_
                 contexts = (match_vllm_mimo(model), patch_mtp_loss(model), patch_mtp_recompute())
                 entered = stack.enter_context(contexts[i])
                 mtp = entered if i == 1 else mtp
-            input_ids, position_ids, packed = train_mimo.pack([document])
+            input_ids, position_ids, packed = toy.model.pack([document])
             labels = torch.tensor([document[1:] + [0]])
             mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
             model(
-                input_ids, position_ids, None, labels=labels, loss_mask=mask, packed_seq_params=packed
+                input_ids,
+                position_ids,
+                None,
+                labels=labels,
+                loss_mask=mask,
+                packed_seq_params=packed,
             ).sum().backward()
         losses.append((mtp.depths[0]["loss_sum"] / mtp.depths[0]["tokens"]).item())
         assert all(p.grad is not None and p.grad.any() for p in model.mtp.parameters())
@@ -191,8 +234,10 @@ def test_the_mtp_loss_is_that_of_vllms_formula_in_any_order_of_the_contexts_and_
 
 def test_main_logits_do_not_change_and_the_model_is_as_found_after_an_error(tiny):
     model = tiny()
-    input_ids, position_ids, packed = train_mimo.pack(DOCUMENTS)
-    arguments = dict(labels=input_ids, loss_mask=torch.ones_like(input_ids), packed_seq_params=packed)
+    input_ids, position_ids, packed = toy.model.pack(DOCUMENTS)
+    arguments = dict(
+        labels=input_ids, loss_mask=torch.ones_like(input_ids), packed_seq_params=packed
+    )
     run = lambda: model(input_ids, position_ids, None, **arguments)  # noqa: E731
     with patch_mtp_loss(model):
         plain = run()
@@ -225,7 +270,9 @@ def push(engine, seed, **settings):
 def sample(llm, temperature=0.0, num=40, tokens=40, seed=0):
     """Samples as train_mimo makes them; prompts of 2 to 8 tokens."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = [(torch.randint(64, (2 + i % 7,), generator=generator).tolist(), tokens) for i in range(num)]
+    prompts = [
+        (torch.randint(64, (2 + i % 7,), generator=generator).tolist(), tokens) for i in range(num)
+    ]
     args = train_mimo.Args(temperature=temperature, seed=seed)
     return train_mimo.sample(llm, prompts, args, 0)
 
@@ -252,7 +299,9 @@ def logprob_gap(model, samples, temperature=1.0):
 def test_the_engine_decides_and_scores_as_the_trainer_predicts_before_and_after_a_push(engine):
     llm, model, _ = engine
     for seed in (1, 2):
-        report = push(engine, seed, bucket_bytes=50_000)  # smaller than a matrix, so that layers are split
+        report = push(
+            engine, seed, bucket_bytes=50_000
+        )  # smaller than a matrix, so that layers are split
         assert (report.target_loaded, report.drafter_loaded) == (17, 11)
         samples = sample(llm)
         agreed, total = agreement(model, samples)
@@ -303,11 +352,15 @@ def broken(pairs, how):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("how", ["shape", "NaN", "unknown", "twice", "missing"])
-def test_a_bad_push_names_the_tensor_says_what_the_engine_holds_and_the_next_whole_push_heals(engine, how):
+def test_a_bad_push_names_the_tensor_says_what_the_engine_holds_and_the_next_whole_push_heals(
+    engine, how
+):
     llm, model, hf_config = engine
     push(engine, 5)
     pairs = list(megatron_to_hf(model.named_parameters(), hf_config))
-    with pytest.raises(DrafterSyncError, match=r"layers\.1\.self_attn\.[kx]_proj.*(mixed weights|unchanged)"):
+    with pytest.raises(
+        DrafterSyncError, match=r"layers\.1\.self_attn\.[kx]_proj.*(mixed weights|unchanged)"
+    ):
         sync_weights(llm, broken(pairs, how), bucket_bytes=20_000)
     push(engine, 6)
     agreed, total = agreement(model, sample(llm, num=8))
@@ -319,7 +372,10 @@ def test_a_drafter_that_differs_from_what_was_sent_is_found(engine, monkeypatch)
     llm, model, hf_config = engine
     worker = llm.llm_engine.model_executor.driver_worker.worker
     load = worker.model_runner.drafter.model.load_weights
-    lost = lambda weights: load((n, t + 1 if n.endswith("token_layernorm.weight") else t) for n, t in weights)  # noqa: E731
+
+    def lost(weights):
+        return load((n, t + 1 if n.endswith("token_layernorm.weight") else t) for n, t in weights)  # noqa: E731
+
     monkeypatch.setattr(worker.model_runner.drafter.model, "load_weights", lost)
     with pytest.raises(DrafterSyncError, match="token_layernorm"):
         sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
@@ -332,7 +388,9 @@ def test_requests_in_flight_are_refused(engine):
     from vllm import SamplingParams
 
     llm, model, hf_config = engine
-    llm.llm_engine.add_request("waiting", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=2, detokenize=False))
+    llm.llm_engine.add_request(
+        "waiting", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=2, detokenize=False)
+    )
     with pytest.raises(DrafterSyncError, match="in flight|unfinished|request"):
         sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
     while llm.llm_engine.has_unfinished_requests():
@@ -357,7 +415,8 @@ def second_token_distance(engine, num=3000):
     llm, model, _ = engine
     prompt = [1, 2, 3, 4]
     params = [
-        SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True, detokenize=False, seed=i) for i in range(num)
+        SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True, detokenize=False, seed=i)
+        for i in range(num)
     ]
     outputs = llm.generate([{"prompt_token_ids": prompt}] * num, params, use_tqdm=False)
     counts = torch.zeros(64)
@@ -366,9 +425,13 @@ def second_token_distance(engine, num=3000):
     with torch.no_grad(), skip_mtp(model):
         positions = torch.arange(5).expand(64, -1)
         first = model(torch.tensor([prompt]), positions[:1, :4], None)[0, -1].softmax(-1)
-        second = model(torch.tensor([[*prompt, t] for t in range(64)]), positions, None)[:, -1].softmax(-1)
+        second = model(torch.tensor([[*prompt, t] for t in range(64)]), positions, None)[
+            :, -1
+        ].softmax(-1)
     policy = first @ second
-    noise = (policy * (1 - policy) / num * 2 / torch.pi).sqrt().sum() / 2  # expected distance of a true sample
+    noise = (
+        policy * (1 - policy) / num * 2 / torch.pi
+    ).sqrt().sum() / 2  # expected distance of a true sample
     return ((counts / num - policy).abs().sum() / 2 / noise).item()
 
 
@@ -400,14 +463,22 @@ def test_counters_records_and_replay_reconcile_on_a_real_run(engine):
     push(engine, 10)
     before = llm.get_metrics()
     samples = sample(llm, temperature=1.0)
-    records, total = [s["counts"] for s in samples], counts_from_vllm_counters(before, llm.get_metrics())
+    records, total = (
+        [s["counts"] for s in samples],
+        counts_from_vllm_counters(before, llm.get_metrics()),
+    )
     assert total.draft_tokens == sum(r.draft_tokens for r in records)
     assert total.accepted_tokens == sum(r.accepted_tokens for r in records)
     assert total.verify_steps == sum(r.verify_steps for r in records)
     for record, s in zip(records, samples, strict=True):
-        assert (record.verify_steps, record.accepted_tokens) == (len(s["decisions"]), sum(s["decisions"]))
+        assert (record.verify_steps, record.accepted_tokens) == (
+            len(s["decisions"]),
+            sum(s["decisions"]),
+        )
     summary = summarize(records)
-    assert summary["spec/accept_rate_pos_1"] == pytest.approx(summary["spec/accept_length_micro"] - 1)
+    assert summary["spec/accept_rate_pos_1"] == pytest.approx(
+        summary["spec/accept_length_micro"] - 1
+    )
 
 
 @pytest.mark.engine
@@ -419,7 +490,9 @@ def test_each_planted_fault_is_named(engine):
     def named(samples):
         batch = train_mimo.make_batch(samples, "cpu")
         drafts = train_mimo.trainer_drafts(model, batch)
-        return train_mimo.explain_first(samples, drafts, train_mimo.drafts_by_cause(model, batch, pushed))
+        return train_mimo.explain_first(
+            samples, drafts, train_mimo.drafts_by_cause(model, batch, pushed)
+        )
 
     assert named(sample(llm)) == ""
     sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
@@ -433,12 +506,16 @@ def test_each_planted_fault_is_named(engine):
 
 
 @pytest.mark.engine
-def test_the_drafter_is_found_at_speculator_too_and_one_that_is_nowhere_is_an_error(engine, monkeypatch):
+def test_the_drafter_is_found_at_speculator_too_and_one_that_is_nowhere_is_an_error(
+    engine, monkeypatch
+):
     llm, _, _ = engine
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     drafter = runner.drafter
     monkeypatch.delattr(runner, "drafter")
-    with pytest.raises(DrafterSyncError, match="speculation .* is on, and the runner has no model at drafter"):
+    with pytest.raises(
+        DrafterSyncError, match="speculation .* is on, and the runner has no model at drafter"
+    ):
         push(engine, 12)
     assert push(engine, 12, drafter=False).drafter_loaded == 0
     monkeypatch.setattr(runner, "speculator", drafter, raising=False)  # as vLLM's V2 runner has it
@@ -450,7 +527,11 @@ def test_a_sample_of_every_matrix_finds_a_tensor_that_is_wrong_as_a_whole(engine
     llm, _, _ = engine
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     load = model.load_weights
-    for wrong in ("layers.0.mlp.down_proj.weight", "embed_tokens.weight", "layers.1.self_attn.k_proj.bias"):
+    for wrong in (
+        "layers.0.mlp.down_proj.weight",
+        "embed_tokens.weight",
+        "layers.1.self_attn.k_proj.bias",
+    ):
         off = lambda weights: load((n, t * 1.01 if n.endswith(wrong) else t) for n, t in weights)  # noqa: B023, E731
         monkeypatch.setattr(model, "load_weights", off)
         with pytest.raises(DrafterSyncError, match=wrong):
@@ -463,13 +544,18 @@ def test_a_sample_of_every_matrix_finds_a_tensor_that_is_wrong_as_a_whole(engine
 @pytest.fixture(scope="session")  # its end takes this process's groups down
 def two_workers(megatron, tmp_path_factory):
     """(llm, model, hf_config, fresh): vLLM with two tensor-parallel workers; fresh: the drafter as it started."""
-    hf_config = train_mimo.mimo_config()
-    model = train_mimo.build_model(hf_config)
+    hf_config = toy.model.mimo_config()
+    model = toy.model.build_model(hf_config)
     random_weights(model, 20)
     folder = str(tmp_path_factory.mktemp("two_workers"))
     train_mimo.write_checkpoint(model, hf_config, folder)
-    alias = {"method": "mimo_mtp", "num_speculative_tokens": 1}  # another name of vLLM's for method mtp
-    llm = train_mimo.start_engine(folder, tensor_parallel_size=2, max_num_seqs=64, speculative_config=alias)
+    alias = {
+        "method": "mimo_mtp",
+        "num_speculative_tokens": 1,
+    }  # another name of vLLM's for method mtp
+    llm = toy.engine.start_engine(
+        folder, tensor_parallel_size=2, max_num_seqs=64, speculative_config=alias
+    )
     yield llm, model, hf_config, drafter_fingerprint(llm)
     llm.llm_engine.engine_core.shutdown()
 
@@ -485,10 +571,18 @@ def test_two_workers_in_processes_of_their_own_decide_as_predicted_and_hold_what
     agreed, total = agreement(model, sample(llm))
     assert agreed == total > 1000
     with pytest.raises(DrafterSyncError, match="k_proj.* mixed weights"):
-        sync_weights(llm, broken(megatron_to_hf(model.named_parameters(), hf_config), "NaN"), bucket_bytes=50_000)
+        sync_weights(
+            llm,
+            broken(megatron_to_hf(model.named_parameters(), hf_config), "NaN"),
+            bucket_bytes=50_000,
+        )
     push(two_workers[:3], 20)
     assert drafter_fingerprint(llm) == fresh
-    leftover = [name for name in os.listdir("/dev/shm") if name.startswith("tmp")] if os.path.isdir("/dev/shm") else []
+    leftover = (
+        [name for name in os.listdir("/dev/shm") if name.startswith("tmp")]
+        if os.path.isdir("/dev/shm")
+        else []
+    )
     assert not leftover, "the buckets' file is gone with the push"
 
 

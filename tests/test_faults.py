@@ -61,9 +61,13 @@ def contents(folder):
 def check_ended(run, code, text, saved_step):
     """One line on stderr, and a save that load_state takes, with a line for each step before it."""
     assert run.code == code, run.stderr
-    assert re.fullmatch(rf"train_mimo\.py: .*{text}.*; go on from the last save with --resume \S+\n", run.stderr)
+    assert re.fullmatch(
+        rf"train_mimo\.py: .*{text}.*; go on from the last save with --resume \S+\n", run.stderr
+    )
     _, step_number, saved, *_ = train_mimo.load_state(run.out)
-    assert step_number == saved_step and all(t.isfinite().all() for t in saved.values() if t.is_floating_point())
+    assert step_number == saved_step and all(
+        t.isfinite().all() for t in saved.values() if t.is_floating_point()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -143,9 +147,13 @@ def test_no_signal_leaves_a_process_or_shared_memory(tmp_path, which, moment):
     if which == signal.SIGINT:  # a terminal sends it to all
         run.kill(which)
         said = run.stderr.splitlines()
-        if moment == "as vLLM starts":  # a Python that has not come to our first line yet has words of its own for it
+        if (
+            moment == "as vLLM starts"
+        ):  # a Python that has not come to our first line yet has words of its own for it
             said = [line for line in said if line.startswith("train_mimo.py")]
-        assert run.code == 130 and len(said) == 1 and said[0].startswith("train_mimo.py: interrupted"), run.stderr
+        assert (
+            run.code == 130 and len(said) == 1 and said[0].startswith("train_mimo.py: interrupted")
+        ), run.stderr
     else:
         os.kill(run.pid, which)
         assert run.wait().code == -which
@@ -165,13 +173,19 @@ def cut(path, share):
 
 def other_metadata(path, **changes):
     metadata = {"step": "2", "args": "{}"} | changes
-    save_file(load_file(path), path, metadata={key: value for key, value in metadata.items() if value is not None})
+    save_file(
+        load_file(path),
+        path,
+        metadata={key: value for key, value in metadata.items() if value is not None},
+    )
 
 
 def without(path, name):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    save_file({key: tensor for key, tensor in load_file(path).items() if key != name}, path, metadata)
+    save_file(
+        {key: tensor for key, tensor in load_file(path).items() if key != name}, path, metadata
+    )
 
 
 SPOILT = {
@@ -185,7 +199,9 @@ SPOILT = {
     ),
     "a step that is no number": lambda out: other_metadata(out / "state.safetensors", step="two"),
     "no step": lambda out: other_metadata(out / "state.safetensors", step=None),
-    "arguments of another program": lambda out: other_metadata(out / "state.safetensors", args='{"colour": "red"}'),
+    "arguments of another program": lambda out: other_metadata(
+        out / "state.safetensors", args='{"colour": "red"}'
+    ),
     "no random state": lambda out: without(out / "state.safetensors", "generator"),
     "no metrics": lambda out: without(out / "state.safetensors", "metrics"),
     "no reference": lambda out: shutil.rmtree(out / "reference"),
@@ -195,14 +211,18 @@ SPOILT = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("how", SPOILT)
-def test_a_save_that_is_none_is_refused_by_name_and_nothing_is_written(whole_run, tmp_path, capsys, how):
+def test_a_save_that_is_none_is_refused_by_name_and_nothing_is_written(
+    whole_run, tmp_path, capsys, how
+):
     out = tmp_path / "out"
     shutil.copytree(whole_run.out, out)
     SPOILT[how](out)
     before = contents(tmp_path)
     assert train_mimo.main(["--resume", str(out)]) == 2
     said = capsys.readouterr()
-    assert re.fullmatch(rf"train_mimo\.py: --resume {out}: {out}/\S+ is not that of a run .*\n", said.err), said.err
+    assert re.fullmatch(
+        rf"train_mimo\.py: --resume {out}: {out}/\S+ is not that of a run .*\n", said.err
+    ), said.err
     assert said.out == "" and contents(tmp_path) == before
 
 
@@ -229,7 +249,9 @@ def test_a_state_of_another_model_is_refused_and_nothing_is_written(whole_run, t
     )
     before = contents(out)
     run = go_on(out).wait()
-    assert run.code == 2 and re.fullmatch(r"train_mimo\.py: --resume .*another model's tensors.*\n", run.stderr)
+    assert run.code == 2 and re.fullmatch(
+        r"train_mimo\.py: --resume .*another model's tensors.*\n", run.stderr
+    )
     assert contents(out) == before and tensors_of(out / "state.safetensors") != tensors_of(
         whole_run.out / "state.safetensors"
     )

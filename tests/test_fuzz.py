@@ -33,7 +33,7 @@ import mtp_mask
 import mtp_recompute
 import ref_disable
 import spec_metrics
-import train_mimo
+import toy.model
 from spec_metrics import SpecCounts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,14 +64,22 @@ BENT_LISTS = [
     lambda x: x[:-1], lambda x: x[1:], lambda x: x + x, lambda x: x[::-1], lambda x: [-1, *x], lambda x: [*x, 2**62],
     lambda x: [*x, None], lambda x: [x], tuple, torch.tensor, np.array, lambda x: [float(item) for item in x],
 ]  # fmt: skip
-BENT_DICTS = [lambda x: dict(list(x.items())[1:]), lambda x: x | {"x": 1}, lambda x: list(x.items()) * 2]
+BENT_DICTS = [
+    lambda x: dict(list(x.items())[1:]),
+    lambda x: x | {"x": 1},
+    lambda x: list(x.items()) * 2,
+]
 
 
 def spoil(draw, value):
     """Junk, or `value` bent, or `value` with one of its parts spoiled."""
     has_parts = isinstance(value, (list, tuple, dict, SimpleNamespace, SpecCounts))
     if has_parts and draw(st.integers(0, 2)):
-        parts = dict(value) if isinstance(value, dict) else getattr(value, "__dict__", None) or dict(enumerate(value))
+        parts = (
+            dict(value)
+            if isinstance(value, dict)
+            else getattr(value, "__dict__", None) or dict(enumerate(value))
+        )
         if parts:
             part = draw(st.sampled_from(list(parts)))
             parts = {**parts, part: spoil(draw, parts[part])}
@@ -90,7 +98,10 @@ REFUSED = object()
 
 def attempt(draw, function, /, **good):
     """Spoils up to two arguments and calls: (the arguments, the answer or REFUSED)."""
-    given, spoiled = dict(good), draw(st.lists(st.sampled_from(sorted(good)), max_size=2, unique=True))
+    given, spoiled = (
+        dict(good),
+        draw(st.lists(st.sampled_from(sorted(good)), max_size=2, unique=True)),
+    )
     for name in spoiled:
         given[name] = spoil(draw, good[name])
     try:
@@ -100,8 +111,12 @@ def attempt(draw, function, /, **good):
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         is_ours = where.filename in OUR_FILES and where.line.startswith("raise ")
-        assert is_ours and isinstance(error, (ValueError, TypeError, RuntimeError)), f"from inside: {error!r}, {where}"
-        assert re.search(r"(?s)\bwant(ed|s) .{3,}[:;,] .{4}", str(error)), f"not in three parts: {error}"
+        assert is_ours and isinstance(error, (ValueError, TypeError, RuntimeError)), (
+            f"from inside: {error!r}, {where}"
+        )
+        assert re.search(r"(?s)\bwant(ed|s) .{3,}[:;,] .{4}", str(error)), (
+            f"not in three parts: {error}"
+        )
         assert spoiled, f"good arguments were refused: {error}"
         return given, REFUSED
 
@@ -121,7 +136,11 @@ def ints(values):
 
 
 def same_numbers(tensor, numbers):
-    return np.array_equal(tensor.double().numpy(), np.array(numbers, dtype=float).reshape(tensor.shape), equal_nan=True)
+    return np.array_equal(
+        tensor.double().numpy(),
+        np.array(numbers, dtype=float).reshape(tensor.shape),
+        equal_nan=True,
+    )
 
 
 def slow_rows(tensor, cu_seqlens, cu_seqlens_padded, of_document, empty):
@@ -139,16 +158,27 @@ def slow_rows(tensor, cu_seqlens, cu_seqlens_padded, of_document, empty):
 
 def draw_pack(draw):
     """Token-aligned bits of a few documents: dense rows, packed, or packed with padding; and where they lie."""
-    documents, layout = draw(st.lists(mask_bits, max_size=3)), draw(st.sampled_from(["dense", "packed", "padded"]))
+    documents, layout = (
+        draw(st.lists(mask_bits, max_size=3)),
+        draw(st.sampled_from(["dense", "packed", "padded"])),
+    )
     room = [len(document) + (draw(small) if layout == "padded" else 0) for document in documents]
     if layout == "dense":
         width = max(room, default=0)
         rows = [document + [0] * (width - len(document)) for document in documents]
         where = dict(cu_seqlens=None, cu_seqlens_padded=None)
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), width), where
-    flat = sum((document + [1] * (size - len(document)) for document, size in zip(documents, room, strict=True)), [])
+    flat = sum(
+        (
+            document + [1] * (size - len(document))
+            for document, size in zip(documents, room, strict=True)
+        ),
+        [],
+    )
     offsets = [0, *accumulate(map(len, documents))]
-    where = dict(cu_seqlens=offsets, cu_seqlens_padded=[0, *accumulate(room)] if layout == "padded" else None)
+    where = dict(
+        cu_seqlens=offsets, cu_seqlens_padded=[0, *accumulate(room)] if layout == "padded" else None
+    )
     return torch.tensor(flat, dtype=torch.int64), where
 
 
@@ -157,11 +187,16 @@ def try_expand_response_mask(draw, model):
     lengths = [len(row) + draw(small) for row in rows]
     width = max(map(len, rows), default=0)
     padded, attention = (
-        torch.tensor([row + [0] * (width - len(row)) for row in of], dtype=torch.int64).reshape(len(rows), width)
+        torch.tensor([row + [0] * (width - len(row)) for row in of], dtype=torch.int64).reshape(
+            len(rows), width
+        )
         for of in (rows, [[1] * len(row) for row in rows])
     )
     if nested and rows:
-        values, offsets = torch.tensor(sum(rows, []), dtype=torch.int64), torch.tensor([0, *accumulate(map(len, rows))])
+        values, offsets = (
+            torch.tensor(sum(rows, []), dtype=torch.int64),
+            torch.tensor([0, *accumulate(map(len, rows))]),
+        )
         padded, attention = torch.nested.nested_tensor_from_jagged(values, offsets), None
     given, answer = attempt(
         draw, mtp_mask.expand_response_mask,
@@ -169,15 +204,23 @@ def try_expand_response_mask(draw, model):
     )  # fmt: skip
     if answer is not REFUSED:
         mask, attention = given["response_mask"], given["response_attention_mask"]
-        rows = mask.unbind() if attention is None else [m[: int(a.sum())] for m, a in zip(mask, attention, strict=True)]
+        rows = (
+            mask.unbind()
+            if attention is None
+            else [m[: int(a.sum())] for m, a in zip(mask, attention, strict=True)]
+        )
         assert answer.dtype == mask.dtype
-        for length, row, whole in zip(ints(given["sequence_lengths"]), rows, answer.unbind(), strict=True):
+        for length, row, whole in zip(
+            ints(given["sequence_lengths"]), rows, answer.unbind(), strict=True
+        ):
             assert same_numbers(whole, [0] * (length - len(row)) + row.tolist())
 
 
 def try_depth_mask(draw, model):
     mask, where = draw_pack(draw)
-    given, answer = attempt(draw, mtp_mask.depth_mask, token_mask=mask, depth=draw(small), rule=draw(rules), **where)
+    given, answer = attempt(
+        draw, mtp_mask.depth_mask, token_mask=mask, depth=draw(small), rule=draw(rules), **where
+    )
     if answer is not REFUSED:
         ahead, drafted = 1 + given["depth"], given["rule"] == "drafted"
 
@@ -185,14 +228,18 @@ def try_depth_mask(draw, model):
             needed = [m[t + 1 if drafted else t + ahead : t + ahead + 1] for t in range(len(m))]
             return [t + ahead < len(m) and all(tokens) for t, tokens in enumerate(needed)]
 
-        wanted = slow_rows(given["token_mask"], given["cu_seqlens"], given["cu_seqlens_padded"], counts, False)
+        wanted = slow_rows(
+            given["token_mask"], given["cu_seqlens"], given["cu_seqlens_padded"], counts, False
+        )
         assert answer.shape == given["token_mask"].shape and answer.flatten().tolist() == wanted
 
 
 def try_depth_targets(draw, model):
     ids, where = draw_pack(draw)
     ids = ids + 10 * torch.arange(ids.numel()).view(ids.shape)
-    given, answer = attempt(draw, mtp_mask.depth_targets, token_ids=ids, depth=draw(small), fill=draw(small), **where)
+    given, answer = attempt(
+        draw, mtp_mask.depth_targets, token_ids=ids, depth=draw(small), fill=draw(small), **where
+    )
     if answer is not REFUSED:
         ids, ahead, fill = given["token_ids"], 1 + given["depth"], given["fill"]
 
@@ -200,7 +247,11 @@ def try_depth_targets(draw, model):
             return [row[t + ahead] if t + ahead < len(row) else fill for t in range(len(row))]
 
         wanted = slow_rows(ids, given["cu_seqlens"], given["cu_seqlens_padded"], targets, fill)
-        assert answer.dtype == ids.dtype and answer.shape == ids.shape and same_numbers(answer.flatten(), wanted)
+        assert (
+            answer.dtype == ids.dtype
+            and answer.shape == ids.shape
+            and same_numbers(answer.flatten(), wanted)
+        )
 
 
 def try_context_parallel_slice(draw, model):
@@ -228,7 +279,9 @@ def try_context_parallel_slice(draw, model):
 
 def head(hidden, weight=None):
     if hidden.shape[2:] != (4,) or hidden.dtype != torch.float32:
-        raise ValueError("the head got other input; wanted float32 [n, 1, 4]: it is the caller's own to say so")
+        raise ValueError(
+            "the head got other input; wanted float32 [n, 1, 4]: it is the caller's own to say so"
+        )
     return hidden @ weight.t(), None
 
 
@@ -261,8 +314,13 @@ def draw_batch(draw):
     generator = torch.Generator().manual_seed(draw(small))
     input_ids = torch.randint(64, (2, 6), generator=generator)
     position_ids = torch.arange(6).expand(2, -1)
-    labels, token_mask = mtp_mask.depth_targets(input_ids, 0), torch.randint(2, (2, 6), generator=generator)
-    return (input_ids, position_ids, None), dict(labels=labels, loss_mask=mtp_mask.depth_mask(token_mask, 0).float())
+    labels, token_mask = (
+        mtp_mask.depth_targets(input_ids, 0),
+        torch.randint(2, (2, 6), generator=generator),
+    )
+    return (input_ids, position_ids, None), dict(
+        labels=labels, loss_mask=mtp_mask.depth_mask(token_mask, 0).float()
+    )
 
 
 def try_patch_mtp_loss(draw, model):
@@ -300,7 +358,9 @@ def try_draft_tokens(draw, model):
     assert model.training
     if answer is not REFUSED:
         assert answer.shape == given["input_ids"].shape and answer.dtype == torch.int64
-        alone = mtp_loss.draft_tokens(model, given["input_ids"][:1], given["position_ids"][:1], None)
+        alone = mtp_loss.draft_tokens(
+            model, given["input_ids"][:1], given["position_ids"][:1], None
+        )
         assert torch.equal(answer[:1], alone)
 
 
@@ -342,11 +402,16 @@ HF_CONFIG = {
 
 def switched_off(tree):
     counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    return {k: 0 if k in counts else switched_off(v) if k == "text_config" and v else v for k, v in tree.items()}
+    return {
+        k: 0 if k in counts else switched_off(v) if k == "text_config" and v else v
+        for k, v in tree.items()
+    }
 
 
 def try_without_mtp_config(draw, model):
-    given, answer = attempt(draw, ref_disable.without_mtp_config, hf_config=copy.deepcopy(HF_CONFIG))
+    given, answer = attempt(
+        draw, ref_disable.without_mtp_config, hf_config=copy.deepcopy(HF_CONFIG)
+    )
     if answer is not REFUSED:
         plain = partial(re.sub, r"0x[0-9a-f]+", "")  # objects are copied
         assert plain(repr(answer)) == plain(repr(switched_off(given["hf_config"])))
@@ -367,14 +432,26 @@ def try_mtp_layer_count(draw, model):
 def try_reference_transformer_config(draw, model):
     given, answer = attempt(draw, ref_disable.reference_transformer_config, config=model.config)
     if answer is not REFUSED:
-        assert vars(answer) == vars(model.config) | {"mtp_num_layers": None} and model.config.mtp_num_layers == 1
+        assert (
+            vars(answer) == vars(model.config) | {"mtp_num_layers": None}
+            and model.config.mtp_num_layers == 1
+        )
 
 
 def try_drop_mtp_weights(draw, model):
-    names = ["model.layers.0.q", "model.layers.2.eh_proj", "mtp.layers.0.x", "model.mtp_layers.0.q", "lm_head.weight"]
+    names = [
+        "model.layers.0.q",
+        "model.layers.2.eh_proj",
+        "mtp.layers.0.x",
+        "model.mtp_layers.0.q",
+        "lm_head.weight",
+    ]
     pairs = [(name, torch.ones(1)) for name in draw(st.lists(st.sampled_from(names), max_size=4))]
     given, answer = attempt(
-        draw, lambda **given: list(ref_disable.drop_mtp_weights(**given)), named_tensors=pairs, num_hidden_layers=2
+        draw,
+        lambda **given: list(ref_disable.drop_mtp_weights(**given)),
+        named_tensors=pairs,
+        num_hidden_layers=2,
     )
     if answer is not REFUSED:
         pairs = given["named_tensors"]
@@ -401,7 +478,9 @@ def try_skip_mtp(draw, model):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-MIMO = train_mimo.mimo_config(num_layers=1, hidden_size=8, num_heads=2, num_groups=1, ffn_size=6, vocab_size=5)
+MIMO = toy.model.mimo_config(
+    num_layers=1, hidden_size=8, num_heads=2, num_groups=1, ffn_size=6, vocab_size=5
+)
 LAYER = {
     "input_layernorm.weight": (8,),
     "self_attention.linear_qkv.weight": (16, 8),
@@ -422,19 +501,28 @@ SHAPES = {
     **{f"decoder.layers.0.{name}": shape for name, shape in LAYER.items()},
     **{f"mtp.layers.0.mtp_model_layer.{name}": shape for name, shape in LAYER.items()},
 }
-PARAMETERS = {name: torch.randn(shape, generator=torch.Generator().manual_seed(3)) for name, shape in SHAPES.items()}
+PARAMETERS = {
+    name: torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    for name, shape in SHAPES.items()
+}
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def bits(tensor):
-    return tensor.dtype, tensor.shape, tensor.is_meta or tensor.contiguous().view(-1).view(torch.uint8).tolist()
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.is_meta or tensor.contiguous().view(-1).view(torch.uint8).tolist(),
+    )
 
 
 def same(pairs, others):
     """The same names and, bit for bit, the same tensors."""
     first, second = dict(pairs), dict(others)
-    return first.keys() == second.keys() and all(bits(first[name]) == bits(second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        bits(first[name]) == bits(second[name]) for name in first
+    )
 
 
 def as_pairs(draw, tensors):
@@ -445,10 +533,14 @@ def try_megatron_to_hf(draw, model):
     def to_hf(named_params, hf_config):
         return list(drafter_sync.megatron_to_hf(named_params, hf_config))
 
-    given, answer = attempt(draw, to_hf, named_params=as_pairs(draw, PARAMETERS), hf_config=dict(MIMO))
+    given, answer = attempt(
+        draw, to_hf, named_params=as_pairs(draw, PARAMETERS), hf_config=dict(MIMO)
+    )
     if answer is not REFUSED:
         vocab_size, kept = given["hf_config"]["vocab_size"], dict(given["named_params"])
-        kept |= {name: kept[name][:vocab_size] for name in VOCABULARY if name in kept}  # what is beyond is padding
+        kept |= {
+            name: kept[name][:vocab_size] for name in VOCABULARY if name in kept
+        }  # what is beyond is padding
         if given["hf_config"]["tie_word_embeddings"]:
             kept.pop("output_layer.weight", None)
         assert same(drafter_sync.hf_to_megatron(answer, given["hf_config"], list(kept)), kept)
@@ -479,24 +571,37 @@ def try_match_vllm_mimo(draw, model):
         with drafter_sync.match_vllm_mimo(**given):
             return mtp_loss.draft_tokens(model, *inputs)
 
-    given, answer = attempt(draw, run, model=model, pre_norm=draw(st.booleans()), zero_position0=draw(st.booleans()))
+    given, answer = attempt(
+        draw, run, model=model, pre_norm=draw(st.booleans()), zero_position0=draw(st.booleans())
+    )
     assert "forward" not in vars(model.mtp) and not model.decoder.final_layernorm._forward_pre_hooks
     assert answer is REFUSED or given["model"] is model
 
 
 def try_sync_weights(draw, model, engine):
     llm, actor, hf_config = engine
-    tensors = {name: t.detach().clone() for name, t in drafter_sync.megatron_to_hf(actor.named_parameters(), hf_config)}
+    tensors = {
+        name: t.detach().clone()
+        for name, t in drafter_sync.megatron_to_hf(actor.named_parameters(), hf_config)
+    }
     given, answer = attempt(
         draw, drafter_sync.sync_weights, llm=llm, named_tensors=as_pairs(draw, tensors), drafter=draw(st.booleans()),
         verify=draw(st.sampled_from([True, False, "sample"])), bucket_bytes=draw(st.sampled_from([50_000, 2**20])),
     )  # fmt: skip
     if answer is not REFUSED:
-        came, sizes = dict(given["named_tensors"]), {name: tensor.nbytes for name, tensor in tensors.items()}
+        came, sizes = (
+            dict(given["named_tensors"]),
+            {name: tensor.nbytes for name, tensor in tensors.items()},
+        )
         wanted = {name for name in sizes if given["drafter"] or ".mtp_layers." not in name}
         assert wanted <= came.keys() and answer.bytes == sum(sizes[name] for name in wanted)
-        assert all(came[name].float().isfinite().all() and came[name].is_floating_point() for name in wanted)
-    drafter_sync.sync_weights(llm, tensors)  # whatever was refused, and however late, a whole push heals
+        assert all(
+            came[name].float().isfinite().all() and came[name].is_floating_point()
+            for name in wanted
+        )
+    drafter_sync.sync_weights(
+        llm, tensors
+    )  # whatever was refused, and however late, a whole push heals
 
 
 def try_drafter_fingerprint(draw, model, engine):
@@ -511,7 +616,8 @@ def try_drafter_fingerprint(draw, model, engine):
 
 
 records = st.lists(
-    st.tuples(small, small).map(lambda bins: SpecCounts(sum(bins), bins[1], sum(bins), (bins[1],))), max_size=3
+    st.tuples(small, small).map(lambda bins: SpecCounts(sum(bins), bins[1], sum(bins), (bins[1],))),
+    max_size=3,
 )
 
 
@@ -530,8 +636,12 @@ def check_records(answer):
 
 def try_counts_from_vllm(draw, model):
     def completion(rejected, accepted):
-        metrics = SimpleNamespace(histogram=[rejected, accepted], num_draft_tokens=rejected + accepted)
-        return SimpleNamespace(spec_decode_metrics=metrics, token_ids=[5] * (1 + rejected + 2 * accepted))
+        metrics = SimpleNamespace(
+            histogram=[rejected, accepted], num_draft_tokens=rejected + accepted
+        )
+        return SimpleNamespace(
+            spec_decode_metrics=metrics, token_ids=[5] * (1 + rejected + 2 * accepted)
+        )
 
     completions = st.lists(st.builds(completion, small, small), min_size=1, max_size=2)
     outputs = [SimpleNamespace(outputs=of) for of in draw(st.lists(completions, max_size=2))]
@@ -543,7 +653,11 @@ def try_counts_from_vllm(draw, model):
 def try_counts_from_vllm_counters(draw, model):
     def snapshot(rejected, accepted):
         of_engine = partial(SimpleNamespace, labels={"engine": "0"})
-        counts = zip(spec_metrics.VLLM_COUNTERS, (rejected + accepted, accepted, rejected + accepted), strict=True)
+        counts = zip(
+            spec_metrics.VLLM_COUNTERS,
+            (rejected + accepted, accepted, rejected + accepted),
+            strict=True,
+        )
         metrics = [of_engine(name=name, value=value) for name, value in counts]
         return [*metrics, of_engine(name=spec_metrics.VLLM_PER_POSITION, values=[accepted])]
 
@@ -559,25 +673,40 @@ def try_counts_from_vllm_counters(draw, model):
 def try_counts_from_sglang(draw, model):
     names = draw(st.sampled_from(spec_metrics.SGLANG_NAMES))
     rejected, accepted = draw(small), draw(small)
-    meta = dict(zip((*names, "spec_verify_ct"), (rejected + accepted, accepted, rejected + accepted), strict=True))
+    meta = dict(
+        zip(
+            (*names, "spec_verify_ct"),
+            (rejected + accepted, accepted, rejected + accepted),
+            strict=True,
+        )
+    )
     given, answer = attempt(draw, spec_metrics.counts_from_sglang, meta_infos=[meta, None])
     if answer is not REFUSED:
         check_records(answer)
         for meta, record in zip(given["meta_infos"], answer, strict=True):
             drafted, accepted = ((meta or {}).get(name) for name in names)
-            assert record is None or (record.draft_tokens, record.accepted_tokens) == (drafted, accepted)
+            assert record is None or (record.draft_tokens, record.accepted_tokens) == (
+                drafted,
+                accepted,
+            )
 
 
 def try_add_counts(draw, model):
     given, answer = attempt(draw, spec_metrics.add_counts, segments=draw(records))
     if answer is not REFUSED:
         known = [record for record in given["segments"] if record is not None]
-        assert answer is None if not known else answer.draft_tokens == sum(record.draft_tokens for record in known)
+        assert (
+            answer is None
+            if not known
+            else answer.draft_tokens == sum(record.draft_tokens for record in known)
+        )
 
 
 def try_compute_spec_decode_metrics(draw, model):
     counts = draw(records)
-    columns = zip(*((c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in counts), strict=True)
+    columns = zip(
+        *((c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in counts), strict=True
+    )
     drafts, accepts, verifies = columns if counts else ([], [], [])
     given, answer = attempt(
         draw, spec_metrics.compute_spec_decode_metrics, drafts=list(drafts), accepts=list(accepts),
@@ -585,8 +714,14 @@ def try_compute_spec_decode_metrics(draw, model):
     )  # fmt: skip
     if answer is not REFUSED and dumped(answer):
         mask = given["non_padding_mask"]
-        kept = range(len(given["drafts"])) if mask is None else [i for i, keep in enumerate(mask) if keep]
-        rates = [given["accepts"][i] / given["drafts"][i] if given["drafts"][i] else 0.0 for i in kept]
+        kept = (
+            range(len(given["drafts"]))
+            if mask is None
+            else [i for i, keep in enumerate(mask) if keep]
+        )
+        rates = [
+            given["accepts"][i] / given["drafts"][i] if given["drafts"][i] else 0.0 for i in kept
+        ]
         assert answer["rollout/spec_accept_rate"] == pytest.approx(fmean(map(float, rates)))
 
 
@@ -618,7 +753,9 @@ def slow_replay(tokens, prompt_length, drafts):
 def draw_sequence(draw):
     tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
     drafts = draw(st.lists(st.integers(0, 2), min_size=len(tokens), max_size=len(tokens)))
-    return dict(token_ids=tokens, prompt_length=draw(st.integers(1, len(tokens))), draft_token_ids=drafts)
+    return dict(
+        token_ids=tokens, prompt_length=draw(st.integers(1, len(tokens))), draft_token_ids=drafts
+    )
 
 
 def try_replay_acceptance(draw, model):
@@ -631,20 +768,32 @@ def try_decisions_from_gains(draw, model):
     given, answer = attempt(draw, spec_metrics.decisions_from_gains, gains=gains)
     if answer is not REFUSED:
         gains = [gain for gain in given["gains"] if gain]
-        assert dumped(answer) == [gain - 1 for gain in gains[1:-1]] + ([gains[-1] - 1 or None] if gains[1:] else [])
+        assert dumped(answer) == [gain - 1 for gain in gains[1:-1]] + (
+            [gains[-1] - 1 or None] if gains[1:] else []
+        )
 
 
 def try_explain_disagreement(draw, model):
     good = draw_sequence(draw)
     stale = draw_sequence(draw)["draft_token_ids"] + good["draft_token_ids"]
-    decisions = draw(st.lists(st.integers(0, 1), max_size=4)) if draw(st.booleans()) else slow_replay(*good.values())
+    decisions = (
+        draw(st.lists(st.integers(0, 1), max_size=4))
+        if draw(st.booleans())
+        else slow_replay(*good.values())
+    )
     given, answer = attempt(
-        draw, spec_metrics.explain_disagreement, **good, decisions=decisions, drafts_by_cause={"stale": stale}
+        draw,
+        spec_metrics.explain_disagreement,
+        **good,
+        decisions=decisions,
+        drafts_by_cause={"stale": stale},
     )
     if answer is not REFUSED:
         replay = slow_replay(given["token_ids"], given["prompt_length"], given["draft_token_ids"])
         decisions = list(given["decisions"])
-        if decisions[-1:] == [None] and len(replay) == len(decisions):  # what the last one was is unknown
+        if decisions[-1:] == [None] and len(replay) == len(
+            decisions
+        ):  # what the last one was is unknown
             decisions[-1] = replay[-1]
         assert answer["agrees"] == (replay == decisions)
         assert answer["message"] and dumped(answer)
@@ -663,7 +812,11 @@ def try_speedup_estimate(draw, model):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-ATTEMPTS = {name.removeprefix("try_"): function for name, function in globals().items() if name.startswith("try_")}
+ATTEMPTS = {
+    name.removeprefix("try_"): function
+    for name, function in globals().items()
+    if name.startswith("try_")
+}
 
 
 def test_every_public_function_that_takes_arguments_is_tried():
@@ -671,7 +824,9 @@ def test_every_public_function_that_takes_arguments_is_tried():
         name
         for module in MODULES
         for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
     }
     assert public - {"main", "measure_gradients", "patch_mtp_recompute"} == set(ATTEMPTS)
 
@@ -698,7 +853,9 @@ def cases():
 
 
 @pytest.mark.parametrize("name, examples", list(cases()))
-def test_anything_gives_the_right_answer_or_an_error_of_ours_in_three_parts(name, examples, tiny, num_inputs, request):
+def test_anything_gives_the_right_answer_or_an_error_of_ours_in_three_parts(
+    name, examples, tiny, num_inputs, request
+):
     subjects = [tiny()] + [request.getfixturevalue("engine")] * (name in ON_ENGINE)
 
     # Not shrunk: with tensors that takes minutes, and what was drawn is printed.

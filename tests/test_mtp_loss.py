@@ -11,12 +11,21 @@ import torch
 import torch.nn.functional as F
 from conftest import build_tiny, run_on_ranks
 
-import train_mimo
-from mtp_loss import _row_statistics, _softmax, draft_tokens, measure_gradients, mtp_cross_entropy, patch_mtp_loss
+import toy.model
+from mtp_loss import (
+    _row_statistics,
+    _softmax,
+    draft_tokens,
+    measure_gradients,
+    mtp_cross_entropy,
+    patch_mtp_loss,
+)
 from mtp_mask import context_parallel_slice, depth_mask, depth_targets
 from mtp_recompute import patch_mtp_recompute
 
-FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL_RECOMPUTE = dict(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 MODELS = list(itertools.product((False, True), (1, 2), (False, True)))  # tied, depths, recompute
 
 
@@ -32,7 +41,9 @@ def plain_head(hidden, weight=None):
 def full_logits(hidden, weight, targets, mask):
     """The plain computation: every slot projected, all logits at once."""
     logits = (hidden @ weight.t()).transpose(0, 1)
-    loss = F.cross_entropy(logits.transpose(1, 2).to(max_precision(hidden.dtype)), targets, reduction="none")
+    loss = F.cross_entropy(
+        logits.transpose(1, 2).to(max_precision(hidden.dtype)), targets, reduction="none"
+    )
     return loss.where(mask.bool(), 0), (logits.argmax(-1) == targets) & mask.bool()
 
 
@@ -45,9 +56,13 @@ def random_slots(s, b, h=16, vocab=50, num_counted=None, dtype=torch.float32, se
     hidden = torch.randn(s, b, h, generator=generator).to(dtype)
     weight = torch.randn(vocab, h, generator=generator).to(dtype)
     targets = torch.randint(vocab, (b, s), generator=generator)
-    targets[:, ::2] = (hidden @ weight.t()).argmax(-1).t()[:, ::2]  # so that top-1 is right in half of the slots
+    targets[:, ::2] = (
+        (hidden @ weight.t()).argmax(-1).t()[:, ::2]
+    )  # so that top-1 is right in half of the slots
     mask = torch.zeros(b * s)
-    mask[torch.randperm(b * s, generator=generator)[: b * s if num_counted is None else num_counted]] = 1
+    mask[
+        torch.randperm(b * s, generator=generator)[: b * s if num_counted is None else num_counted]
+    ] = 1
     return hidden, weight, targets, mask.view(b, s)
 
 
@@ -61,12 +76,22 @@ def run(function, hidden, *args, **kwargs):
 
 def test_loss_and_top1_by_hand():
     eye = torch.eye(3)
-    hidden = torch.tensor([[[0.0, 0, 0]], [[9, 0, 0]], [[0, 9, 0]]])  # with an identity head: the logits
+    hidden = torch.tensor(
+        [[[0.0, 0, 0]], [[9, 0, 0]], [[0, 9, 0]]]
+    )  # with an identity head: the logits
     targets, mask = torch.tensor([[2, 0, 0]]), torch.tensor([[1, 1, 0]])
     loss, correct = mtp_cross_entropy(hidden, plain_head, targets, mask, output_weight=eye)
-    assert loss.shape == correct.shape == (1, 3) and loss.dtype == torch.float32 and correct.dtype == torch.bool
-    torch.testing.assert_close(loss, torch.tensor([[1.0986123, 0.0002468, 0.0]]), atol=1e-7, rtol=1e-5)
-    assert correct.tolist() == [[False, True, False]]  # slot 0 is a tie: the lowest token, 0, is the arg-max
+    assert (
+        loss.shape == correct.shape == (1, 3)
+        and loss.dtype == torch.float32
+        and correct.dtype == torch.bool
+    )
+    torch.testing.assert_close(
+        loss, torch.tensor([[1.0986123, 0.0002468, 0.0]]), atol=1e-7, rtol=1e-5
+    )
+    assert correct.tolist() == [
+        [False, True, False]
+    ]  # slot 0 is a tie: the lowest token, 0, is the arg-max
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -75,7 +100,9 @@ def test_chunks_equal_full_logits_within_twice_plain_torchs_own_error(num_counte
     hidden, weight, targets, mask = random_slots(33, 2, num_counted=num_counted, dtype=dtype)
     exact = run(full_logits, hidden.double(), weight.double(), targets, mask)
     plain = run(full_logits, hidden, weight, targets, mask)
-    ours = run(mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=8)
+    ours = run(
+        mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=8
+    )
     assert torch.equal(ours[1], plain[1]) and ours[2].dtype == dtype
     for of_ours, of_plain, of_exact in ((ours[i], plain[i], exact[i]) for i in (0, 2)):
         assert of_ours[..., :0].shape == of_exact[..., :0].shape
@@ -83,10 +110,16 @@ def test_chunks_equal_full_logits_within_twice_plain_torchs_own_error(num_counte
 
 
 def test_a_token_almost_certain_keeps_its_small_gradient_in_bf16():
-    hidden = torch.tensor([[[8.0, 0.0]]], dtype=torch.bfloat16)  # p = 0.99966: 1 - p rounds to 0 in bf16
+    hidden = torch.tensor(
+        [[[8.0, 0.0]]], dtype=torch.bfloat16
+    )  # p = 0.99966: 1 - p rounds to 0 in bf16
     args = (plain_head, torch.tensor([[0]]), torch.tensor([[1]]))
-    _, _, grad = run(mtp_cross_entropy, hidden, *args, output_weight=torch.eye(2, dtype=torch.bfloat16))
-    torch.testing.assert_close(grad[0, 0].float() / 0.5, torch.tensor([-3.353e-4, 3.353e-4]), rtol=1e-2, atol=0)
+    _, _, grad = run(
+        mtp_cross_entropy, hidden, *args, output_weight=torch.eye(2, dtype=torch.bfloat16)
+    )
+    torch.testing.assert_close(
+        grad[0, 0].float() / 0.5, torch.tensor([-3.353e-4, 3.353e-4]), rtol=1e-2, atol=0
+    )
 
 
 def test_chunk_tokens_changes_nothing_but_memory():
@@ -94,15 +127,25 @@ def test_chunk_tokens_changes_nothing_but_memory():
     whole = run(mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight)
     for chunk_tokens in (1, 2, 36, 37, 38):
         chunked = run(
-            mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=chunk_tokens
+            mtp_cross_entropy,
+            hidden,
+            plain_head,
+            targets,
+            mask,
+            output_weight=weight,
+            chunk_tokens=chunk_tokens,
         )
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("s, b, num_counted", [(0, 2, 0), (4, 0, 0), (1, 1, 1), (1, 1, 0), (2, 3, 6)])
+@pytest.mark.parametrize(
+    "s, b, num_counted", [(0, 2, 0), (4, 0, 0), (1, 1, 1), (1, 1, 0), (2, 3, 6)]
+)
 def test_odd_sizes(s, b, num_counted):
     hidden, weight, targets, mask = random_slots(s, b, num_counted=num_counted)
-    loss, correct, grad = run(mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight)
+    loss, correct, grad = run(
+        mtp_cross_entropy, hidden, plain_head, targets, mask, output_weight=weight
+    )
     assert loss.shape == correct.shape == (b, s) and grad.shape == hidden.shape
     assert (loss > 0).sum() == num_counted == (grad.abs().sum(-1) > 0).sum()
 
@@ -121,9 +164,16 @@ def test_only_counted_slots_are_projected_a_chunk_at_a_time_and_never_none():
 
 
 def test_gradcheck():
-    hidden, weight, targets, mask = random_slots(4, 2, h=3, vocab=5, num_counted=5, dtype=torch.float64)
+    hidden, weight, targets, mask = random_slots(
+        4, 2, h=3, vocab=5, num_counted=5, dtype=torch.float64
+    )
     hidden.requires_grad_()
-    function = lambda x: mtp_cross_entropy(x, plain_head, targets, mask, output_weight=weight, chunk_tokens=2)[0]  # noqa: E731
+
+    def function(x):
+        return mtp_cross_entropy(
+            x, plain_head, targets, mask, output_weight=weight, chunk_tokens=2
+        )[0]  # noqa: E731
+
     assert function(hidden).dtype == torch.float64
     torch.autograd.gradcheck(function, [hidden])
 
@@ -148,11 +198,15 @@ def test_no_logits_are_kept_for_backward():
         ):
             function()
         inputs = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
-        return sum(x.untyped_storage().nbytes() for pointer, x in storages.items() if pointer not in inputs)
+        return sum(
+            x.untyped_storage().nbytes() for pointer, x in storages.items() if pointer not in inputs
+        )
 
     before = bytes_saved(lambda: full_logits(hidden, weight, targets, mask))
     after = bytes_saved(
-        lambda: mtp_cross_entropy(hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=8)
+        lambda: mtp_cross_entropy(
+            hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=8
+        )
     )
     assert before >= s * vocab * 4
     assert after == s * h * 4 + s * 8  # a gradient row and an index for each slot
@@ -163,10 +217,18 @@ class BiasedHead(torch.nn.Module):
 
     def __init__(self, weight, bias, skip_bias_add):
         super().__init__()
-        self.weight, self.bias, self.skip_bias_add = torch.nn.Parameter(weight), torch.nn.Parameter(bias), skip_bias_add
+        self.weight, self.bias, self.skip_bias_add = (
+            torch.nn.Parameter(weight),
+            torch.nn.Parameter(bias),
+            skip_bias_add,
+        )
 
     def forward(self, hidden, weight=None):
-        logits = F.linear(hidden, self.weight if weight is None else weight, None if self.skip_bias_add else self.bias)
+        logits = F.linear(
+            hidden,
+            self.weight if weight is None else weight,
+            None if self.skip_bias_add else self.bias,
+        )
         return logits, self.bias if self.skip_bias_add else None
 
 
@@ -178,10 +240,18 @@ def test_a_heads_bias_counts_and_neither_bias_nor_weight_gets_a_gradient(skip_bi
     head = BiasedHead(weight, bias, skip_bias_add)
     shared = torch.nn.Parameter(weight.clone()) if tied else None
     ours = run(mtp_cross_entropy, hidden, head, targets, mask, output_weight=shared)
-    with_one = torch.cat([hidden, torch.ones(9, 2, 1)], -1)  # the bias as one more column of the weight
-    loss, correct, grad = run(full_logits, with_one, torch.cat([weight, bias[:, None]], 1), targets, mask)
+    with_one = torch.cat(
+        [hidden, torch.ones(9, 2, 1)], -1
+    )  # the bias as one more column of the weight
+    loss, correct, grad = run(
+        full_logits, with_one, torch.cat([weight, bias[:, None]], 1), targets, mask
+    )
     torch.testing.assert_close(ours, (loss, correct, grad[..., :16]), rtol=1e-5, atol=1e-5)
-    assert head.weight.grad is None and head.bias.grad is None and (shared is None or shared.grad is None)
+    assert (
+        head.weight.grad is None
+        and head.bias.grad is None
+        and (shared is None or shared.grad is None)
+    )
 
 
 def test_the_head_is_run_frozen_so_that_megatron_computes_no_weight_gradient():
@@ -189,7 +259,9 @@ def test_the_head_is_run_frozen_so_that_megatron_computes_no_weight_gradient():
     weight.requires_grad_()
 
     def head(rows, weight=None):
-        assert rows.requires_grad and not weight.requires_grad  # ColumnParallelLinear looks at just that
+        assert (
+            rows.requires_grad and not weight.requires_grad
+        )  # ColumnParallelLinear looks at just that
         return plain_head(rows, weight)
 
     run(mtp_cross_entropy, hidden, head, targets, mask, output_weight=weight)
@@ -216,27 +288,49 @@ def test_a_mask_of_any_dtype(dtype):
 @pytest.mark.parametrize(
     "change, error, text",
     [
-        (dict(hidden=torch.zeros(9, 16)), TypeError, r"hidden is torch.float32 \[9, 16\]; wanted floats \[s, b, h\]"),
+        (
+            dict(hidden=torch.zeros(9, 16)),
+            TypeError,
+            r"hidden is torch.float32 \[9, 16\]; wanted floats \[s, b, h\]",
+        ),
         (
             dict(targets=torch.zeros(9, 2).long()),
             ValueError,
             r"targets has shape \[9, 2\].*\[9, 2, 16\]; wanted.*\[2, 9\]",
         ),
-        (dict(mask=torch.ones(2, 8)), ValueError, r"mask has shape \[2, 8\].*wanted \[b, s\] = \[2, 9\]: transpose"),
+        (
+            dict(mask=torch.ones(2, 8)),
+            ValueError,
+            r"mask has shape \[2, 8\].*wanted \[b, s\] = \[2, 9\]: transpose",
+        ),
         (
             dict(targets=torch.zeros(2, 9).int()),
             TypeError,
             r"targets is torch.int32; wanted torch.int64: call .long\(\)",
         ),
-        (dict(mask=torch.full((2, 9), 0.5)), ValueError, r"the mask holds 0.5; wanted 0 or 1: weigh the loss instead"),
-        (dict(targets=torch.full((2, 9), 50)), ValueError, r"a masked-in slot has target 50; wanted 0 to 49: mask out"),
-        (dict(targets=torch.full((2, 9), -1)), ValueError, r"a masked-in slot has target -1; wanted 0 to 49: mask out"),
+        (
+            dict(mask=torch.full((2, 9), 0.5)),
+            ValueError,
+            r"the mask holds 0.5; wanted 0 or 1: weigh the loss instead",
+        ),
+        (
+            dict(targets=torch.full((2, 9), 50)),
+            ValueError,
+            r"a masked-in slot has target 50; wanted 0 to 49: mask out",
+        ),
+        (
+            dict(targets=torch.full((2, 9), -1)),
+            ValueError,
+            r"a masked-in slot has target -1; wanted 0 to 49: mask out",
+        ),
         (dict(chunk_tokens=0), ValueError, r"chunk_tokens is 0; wanted an int, 1 or more"),
     ],
 )
 def test_errors_say_what_came_what_was_wanted_and_what_to_do(change, error, text):
     hidden, weight, targets, mask = random_slots(9, 2)
-    arguments = dict(hidden=hidden, output_layer=plain_head, targets=targets, mask=mask, output_weight=weight)
+    arguments = dict(
+        hidden=hidden, output_layer=plain_head, targets=targets, mask=mask, output_weight=weight
+    )
     with pytest.raises(error, match=text):
         mtp_cross_entropy(**arguments | change)
 
@@ -247,7 +341,9 @@ def test_the_compiled_step_equals_the_plain_one(backend, dtype):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor compiles for the CPU with g++, and there is none")
     for rows in (12, 7):
-        logits = torch.randn(rows, 301, generator=torch.Generator().manual_seed(rows)).mul(5).to(dtype)
+        logits = (
+            torch.randn(rows, 301, generator=torch.Generator().manual_seed(rows)).mul(5).to(dtype)
+        )
         plain = _row_statistics(logits)
         compiled = torch.compile(_row_statistics, dynamic=True, backend=backend)(logits)
         torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=0)
@@ -272,11 +368,16 @@ def batch_of(documents, masks=None, *, dense=False):
         input_ids, labels, loss_mask = (torch.tensor(x) for x in (documents, labels, loss_mask))
         position_ids, packed = torch.arange(input_ids.shape[1]).expand_as(input_ids), None
     else:
-        input_ids, position_ids, packed = train_mimo.pack(documents)
+        input_ids, position_ids, packed = toy.model.pack(documents)
         labels, loss_mask = torch.tensor([sum(labels, [])]), torch.tensor([sum(loss_mask, [])])
     return SimpleNamespace(
         ids=input_ids,
-        inputs=dict(input_ids=input_ids, position_ids=position_ids, attention_mask=None, packed_seq_params=packed),
+        inputs=dict(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=None,
+            packed_seq_params=packed,
+        ),
         targets=dict(labels=labels, loss_mask=loss_mask.float()),
         documents=documents,
         masks=masks,
@@ -305,7 +406,9 @@ def gradients(model, batch, *, policy=1.0, **settings):
     model.zero_grad()
     with patch_mtp_loss(model, **settings) as mtp:
         (policy * policy_loss(model(**batch.inputs, **batch.targets), batch)).backward()
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, mtp.depths
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }, mtp.depths
 
 
 def slow_pairs(batch, depth, rule):
@@ -330,7 +433,11 @@ def hidden_states_of(model, call):
 
 
 def head_weight(model):
-    return model.embedding.word_embeddings.weight if model.output_layer.weight is None else model.output_layer.weight
+    return (
+        model.embedding.word_embeddings.weight
+        if model.output_layer.weight is None
+        else model.output_layer.weight
+    )
 
 
 @pytest.mark.parametrize("rule", ["target", "drafted"])
@@ -346,7 +453,9 @@ def test_each_depths_sum_is_that_of_a_slow_loop_from_its_hidden_states(tiny, tie
         wanted = sum(logits[slot].logsumexp(-1) - logits[slot, target] for slot, target in pairs)
         assert got["tokens"] == len(pairs) > 0
         assert got["correct"] == sum(int(logits[slot].argmax() == target) for slot, target in pairs)
-        torch.testing.assert_close(got["loss_sum"].double(), torch.as_tensor(wanted).double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            got["loss_sum"].double(), torch.as_tensor(wanted).double(), rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -354,10 +463,12 @@ def test_each_depths_sum_is_that_of_a_slow_loop_from_its_hidden_states(tiny, tie
 def test_logits_are_bitwise_those_of_the_model_without_mtp(tiny, tied, dense):
     batch = batch_of(random_documents(9, 9), dense=dense)
     model = tiny(mtp_layers=2, tied=tied)
-    without = train_mimo.build_model(
-        train_mimo.mimo_config(hidden_size=64, num_heads=2, ffn_size=96, mtp_layers=0, tied=tied)
+    without = toy.model.build_model(
+        toy.model.mimo_config(hidden_size=64, num_heads=2, ffn_size=96, mtp_layers=0, tied=tied)
     )
-    without.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("mtp.")})
+    without.load_state_dict(
+        {k: v for k, v in model.state_dict().items() if not k.startswith("mtp.")}
+    )
     wanted = without(**batch.inputs)
     with patch_mtp_loss(model):
         with torch.no_grad():
@@ -392,7 +503,9 @@ def test_without_labels_or_without_grad_the_mtp_block_does_not_run(tiny):
 def test_the_gradient_matrix(megatron, tied, depths, recompute):
     """embedding, trunk, final norm, head, MTP: what moves when the policy loss is times 0. See `python mtp_loss.py`."""
     with patch_mtp_recompute():  # 0.18 cannot recompute MTP without
-        stock, with_trunk, detached = (measure_gradients(way, tied, depths, recompute) for way in (None, False, True))
+        stock, with_trunk, detached = (
+            measure_gradients(way, tied, depths, recompute) for way in (None, False, True)
+        )
     assert (stock, with_trunk, detached) == ("#####", "###.#", "....#")
 
 
@@ -402,12 +515,16 @@ def before(model):
     from megatron.core.transformer import multi_token_prediction as megatron_mtp
 
     def postprocess(hidden_states, labels, loss_mask, **rest):
-        weight = model.embedding.word_embeddings.weight if model.output_layer.weight is None else None
+        weight = (
+            model.embedding.word_embeddings.weight if model.output_layer.weight is None else None
+        )
         known = inspect.signature(type(model.mtp).forward).parameters
         rest = {name: value for name, value in rest.items() if name in known}
         states = model.mtp(hidden_states=hidden_states, embedding=model.embedding, **rest)
         depths, scale = model.config.mtp_num_layers, model.config.mtp_loss_scaling_factor
-        if hasattr(megatron_mtp, "process_mtp_loss"):  # from 0.17 on it hands the work, and the head, to Megatron
+        if hasattr(
+            megatron_mtp, "process_mtp_loss"
+        ):  # from 0.17 on it hands the work, and the head, to Megatron
             hidden = megatron_mtp.process_mtp_loss(
                 states, labels, loss_mask, model.output_layer, weight, None, False, model.compute_language_model_loss,
                 model.config,
@@ -418,7 +535,9 @@ def before(model):
             for state in states:
                 labels, _ = megatron_mtp.roll_tensor(labels)
                 loss_mask, count = megatron_mtp.roll_tensor(loss_mask)
-                logits, _ = torch.func.functional_call(model.output_layer, detached, (state,), {"weight": weight})
+                logits, _ = torch.func.functional_call(
+                    model.output_layer, detached, (state,), {"weight": weight}
+                )
                 loss = loss_mask * model.compute_language_model_loss(labels, logits)
                 hidden = megatron_mtp.MTPLossAutoScaler.apply(hidden, scale / depths * loss / count)
         return model.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()
@@ -436,15 +555,24 @@ def test_before_the_head_leaked_from_megatron_017_on_and_tied_or_into_the_trunk_
     with before(model):
         (model(**batch.inputs, **batch.targets).sum() * 0).backward()
     head = model.output_layer.weight
-    unseen = [token for token in range(64) if token not in batch.documents[0]]  # no look-up reaches these
-    head_moves = model.embedding.word_embeddings.weight.grad[unseen].any() if tied else head.grad.any()
+    unseen = [
+        token for token in range(64) if token not in batch.documents[0]
+    ]  # no look-up reaches these
+    head_moves = (
+        model.embedding.word_embeddings.weight.grad[unseen].any() if tied else head.grad.any()
+    )
     assert bool(head_moves) == (tied or hasattr(megatron_mtp, "process_mtp_loss"))
     assert model.decoder.final_layernorm.weight.grad.any()
 
 
 @pytest.mark.parametrize("tied, depths, recompute", MODELS)
-def test_detached_every_other_gradient_is_bitwise_that_of_a_run_without_mtp(tiny, tied, depths, recompute):
-    batch, model = two_documents(), tiny(mtp_layers=depths, tied=tied, **FULL_RECOMPUTE if recompute else {})
+def test_detached_every_other_gradient_is_bitwise_that_of_a_run_without_mtp(
+    tiny, tied, depths, recompute
+):
+    batch, model = (
+        two_documents(),
+        tiny(mtp_layers=depths, tied=tied, **FULL_RECOMPUTE if recompute else {}),
+    )
     with patch_mtp_recompute():  # before 0.19 packed sequences crash without
         got, _ = gradients(model, batch)
     model.zero_grad()
@@ -465,7 +593,9 @@ def test_not_detached_the_gradient_is_that_of_the_same_loss_through_a_detached_h
     with patch_mtp_loss(model, detach_trunk=False):
         states = hidden_states_of(model, lambda: model(**batch.inputs, **batch.targets))
     for depth, state in enumerate(states, start=1):
-        slots, targets = (torch.tensor(x) for x in zip(*slow_pairs(batch, depth, "target"), strict=True))
+        slots, targets = (
+            torch.tensor(x) for x in zip(*slow_pairs(batch, depth, "target"), strict=True)
+        )
         logits = state[slots, 0] @ head_weight(model).detach().t()
         (0.2 / 2 * F.cross_entropy(logits, targets)).backward(retain_graph=True)
     for name, p in model.named_parameters():
@@ -503,19 +633,30 @@ def test_lambda_is_shared_by_the_depths_and_divided_by_the_slots_that_count(tiny
 def test_lambda_zero_gives_zero_gradients_and_still_reports(tiny):
     got, (depth,) = gradients(tiny(), two_documents(), policy=0.0, scale=0.0)
     assert depth["loss_sum"] > 0
-    assert all(grad is not None and not grad.any() for name, grad in got.items() if name.startswith("mtp."))
+    assert all(
+        grad is not None and not grad.any() for name, grad in got.items() if name.startswith("mtp.")
+    )
 
 
 @pytest.mark.parametrize("denominator", [None, 0, [0]])
 def test_a_mask_of_zeros_gives_zero_gradients_not_none_and_not_nan(tiny, denominator, monkeypatch):
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    model, batch, losses, apply = tiny(), batch_of(random_documents(7), [[0] * 7]), [], MTPLossAutoScaler.apply
-    monkeypatch.setattr(MTPLossAutoScaler, "apply", lambda hidden, loss: losses.append(loss) or apply(hidden, loss))
+    model, batch, losses, apply = (
+        tiny(),
+        batch_of(random_documents(7), [[0] * 7]),
+        [],
+        MTPLossAutoScaler.apply,
+    )
+    monkeypatch.setattr(
+        MTPLossAutoScaler, "apply", lambda hidden, loss: losses.append(loss) or apply(hidden, loss)
+    )
     got, (depth,) = gradients(model, batch, policy=0.0, denominator=denominator)
     assert losses == [0]  # Megatron 0.16: 0 / 0
     assert depth == dict(loss_sum=0, tokens=0, correct=0)
-    assert all(grad is not None and not grad.any() for name, grad in got.items() if name.startswith("mtp."))
+    assert all(
+        grad is not None and not grad.any() for name, grad in got.items() if name.startswith("mtp.")
+    )
 
 
 def test_with_denominator_the_summed_gradient_does_not_depend_on_the_split(tiny):
@@ -526,8 +667,14 @@ def test_with_denominator_the_summed_gradient_does_not_depend_on_the_split(tiny)
     assert depth["tokens"] == 4
 
     def summed(**settings):
-        parts = [gradients(model, batch_of([d], [m]), policy=0.0, **settings)[0] for d, m in zip(documents, masks)]  # noqa: B905
-        return {name: None if a is None else a + b for (name, a), b in zip(parts[0].items(), parts[1].values())}  # noqa: B905
+        parts = [
+            gradients(model, batch_of([d], [m]), policy=0.0, **settings)[0]
+            for d, m in zip(documents, masks, strict=False)
+        ]  # noqa: B905
+        return {
+            name: None if a is None else a + b
+            for (name, a), b in zip(parts[0].items(), parts[1].values(), strict=False)
+        }  # noqa: B905
 
     close(summed(denominator=4), whole, rtol=1e-6)
     close(summed(denominator=torch.tensor([4])), whole, rtol=1e-6)
@@ -541,7 +688,9 @@ def close(got, wanted, *, rtol):
     assert got.keys() == wanted.keys()
     for name, grad in wanted.items():
         if grad is not None:
-            torch.testing.assert_close(got[name], grad, rtol=0, atol=rtol * grad.abs().max().item(), msg=name)
+            torch.testing.assert_close(
+                got[name], grad, rtol=0, atol=rtol * grad.abs().max().item(), msg=name
+            )
 
 
 def test_groups_clipped_apart_leave_the_policys_update_alone(tiny):
@@ -556,7 +705,11 @@ def test_groups_clipped_apart_leave_the_policys_update_alone(tiny):
     assert norm(mtp) == pytest.approx(20, rel=1e-3) and norm(policy) == pytest.approx(0.8, rel=1e-3)
     for group in (policy, mtp):
         torch.nn.utils.clip_grad_norm_(group, 1.0)
-    assert all(torch.equal(p.grad, apart[name]) for name, p in model.named_parameters() if not name.startswith("mtp."))
+    assert all(
+        torch.equal(p.grad, apart[name])
+        for name, p in model.named_parameters()
+        if not name.startswith("mtp.")
+    )
     assert norm(mtp) == pytest.approx(1, rel=1e-3)
     gradients(model, batch, **settings)
     torch.nn.utils.clip_grad_norm_([*policy, *mtp], 1.0)  # before
@@ -569,7 +722,11 @@ def test_logits_may_be_changed_in_place(tiny):
     model.zero_grad()
     with patch_mtp_loss(model):
         (model(**batch.inputs, **batch.targets).div_(0.7).sum() * 0).backward()
-    assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters() if name.startswith("mtp."))
+    assert all(
+        torch.equal(p.grad, wanted[name])
+        for name, p in model.named_parameters()
+        if name.startswith("mtp.")
+    )
 
 
 def test_a_frozen_policy_still_trains_mtp(tiny):
@@ -622,7 +779,11 @@ def test_the_model_and_the_inputs_are_left_as_they_were_also_after_an_error(tiny
         model(**batch.inputs, **batch.targets)
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="a masked-in slot has target 64"), patch_mtp_loss(model):
-        model(**batch.inputs, labels=torch.full_like(batch.ids, 64), loss_mask=batch.targets["loss_mask"])
+        model(
+            **batch.inputs,
+            labels=torch.full_like(batch.ids, 64),
+            loss_mask=batch.targets["loss_mask"],
+        )
     draft_tokens(model, **batch.inputs)
     assert snapshot(model) == found
     assert all(torch.equal(batch.targets[name], x) for name, x in inputs.items())
@@ -631,18 +792,34 @@ def test_the_model_and_the_inputs_are_left_as_they_were_also_after_an_error(tiny
 def test_labels_without_a_mask_are_an_error(tiny):
     model, batch = tiny(), two_documents()
     with patch_mtp_loss(model):
-        with pytest.raises(ValueError, match="labels came without loss_mask.*prompts too; wanted both.*pass the label"):
+        with pytest.raises(
+            ValueError,
+            match="labels came without loss_mask.*prompts too; wanted both.*pass the label",
+        ):
             model(**batch.inputs, labels=batch.targets["labels"])
         with pytest.raises(ValueError, match="the mask holds 2.0; wanted 0 or 1"):
-            model(**batch.inputs, labels=batch.targets["labels"], loss_mask=2 * batch.targets["loss_mask"])
-        with pytest.raises(ValueError, match=r"labels has shape \[1, 20\], loss_mask \[1, 19\]; wanted the same"):
-            model(**batch.inputs, labels=batch.targets["labels"], loss_mask=batch.targets["loss_mask"][:, 1:])
+            model(
+                **batch.inputs,
+                labels=batch.targets["labels"],
+                loss_mask=2 * batch.targets["loss_mask"],
+            )
+        with pytest.raises(
+            ValueError, match=r"labels has shape \[1, 20\], loss_mask \[1, 19\]; wanted the same"
+        ):
+            model(
+                **batch.inputs,
+                labels=batch.targets["labels"],
+                loss_mask=batch.targets["loss_mask"][:, 1:],
+            )
 
 
 def test_patching_twice_is_an_error(tiny):
     model = tiny()
     with patch_mtp_loss(model):
-        with pytest.raises(RuntimeError, match="patched already.*leave the other context first"), patch_mtp_loss(model):
+        with (
+            pytest.raises(RuntimeError, match="patched already.*leave the other context first"),
+            patch_mtp_loss(model),
+        ):
             pass
     with patch_mtp_loss(model):
         pass
@@ -662,17 +839,28 @@ def test_what_cannot_work_is_refused_by_name(tiny, monkeypatch):
     refused(ValueError, "denominator has 2 entries, the model 1 depths", tiny(), denominator=[1, 2])
     model = tiny()
     model.config.mtp_detach_heads = True
-    refused(ValueError, "detach_trunk is False and config.mtp_detach_heads True", model, detach_trunk=False)
+    refused(
+        ValueError,
+        "detach_trunk is False and config.mtp_detach_heads True",
+        model,
+        detach_trunk=False,
+    )
     for name in ("use_mup", "defer_embedding_wgrad_compute"):
         model = tiny()
         setattr(model.config, name, True)
         refused(ValueError, f"config.{name} is on; wanted it off", model)
     model = tiny()
     model.config.mtp_num_layers = None
-    with pytest.raises(RuntimeError, match="mtp_num_layers is None: MTP is off, perhaps by skip_mtp"):
+    with pytest.raises(
+        RuntimeError, match="mtp_num_layers is None: MTP is off, perhaps by skip_mtp"
+    ):
         draft_tokens(model, **two_documents().inputs)
     monkeypatch.delattr(multi_token_prediction, "MTPLossAutoScaler")
-    refused(RuntimeError, r"megatron-core 0\.\d+.* has no MTPLossAutoScaler .*wanted what 0.16 to 0.19 have", tiny())
+    refused(
+        RuntimeError,
+        r"megatron-core 0\.\d+.* has no MTPLossAutoScaler .*wanted what 0.16 to 0.19 have",
+        tiny(),
+    )
 
 
 def test_padded_offsets_must_be_in_both_fields(tiny):
@@ -682,7 +870,10 @@ def test_padded_offsets_must_be_in_both_fields(tiny):
         packed.cu_seqlens_q_padded = packed.cu_seqlens_q.clone()
         model(**batch.inputs, **batch.targets)
         packed.cu_seqlens_q = torch.tensor([0, 11, 18], dtype=torch.int32)
-        with pytest.raises(ValueError, match="cu_seqlens_q differs from cu_seqlens_q_padded.*padded offsets into both"):
+        with pytest.raises(
+            ValueError,
+            match="cu_seqlens_q differs from cu_seqlens_q_padded.*padded offsets into both",
+        ):
             model(**batch.inputs, **batch.targets)
         with pytest.raises(ValueError, match="cu_seqlens_q differs"):
             draft_tokens(model, **batch.inputs)
@@ -728,7 +919,9 @@ def one_training_step(tied, detach_trunk, **overrides):
         ((loss * batch.targets["loss_mask"]).sum() / 12).backward()
     depths = [{name: float(x) for name, x in depth.items()} for depth in mtp.depths]
     cut = lambda p: p.partition_dim if getattr(p, "tensor_model_parallel", False) else -1  # noqa: E731
-    grads = {name: (p.grad.clone(), cut(p)) for name, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        name: (p.grad.clone(), cut(p)) for name, p in model.named_parameters() if p.grad is not None
+    }
     return depths, grads, draft_tokens(model, **batch.inputs)
 
 
@@ -748,7 +941,10 @@ def column_parallel_head(tp_size=1, sequence_parallel=False, **settings):
     )
     head = ColumnParallelLinear(8, 16, config=config, init_method=torch.nn.init.zeros_, **settings)
     generator = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(16, 8, generator=generator) / 10, torch.randn(16, generator=generator) / 10
+    weight, bias = (
+        torch.randn(16, 8, generator=generator) / 10,
+        torch.randn(16, generator=generator) / 10,
+    )
     weight[12], bias[4], bias[12] = weight[4], 5, 5
     rank = torch.distributed.get_rank() % tp_size
     with torch.no_grad():
@@ -763,8 +959,13 @@ def head_cases(rank=0, tp_size=1):
     targets[0, :3], targets[1, :3], mask[:, :3] = 4, 12, 1
     settings = (dict(skip_bias_add=True), dict(skip_bias_add=False), dict(gather_output=True))
     heads = [column_parallel_head(tp_size, **setting) for setting in settings]
-    results = [run(mtp_cross_entropy, hidden, head, targets, mask, chunk_tokens=4) for head in heads]
-    head, shard = column_parallel_head(tp_size, sequence_parallel=tp_size > 1), hidden.chunk(tp_size)[rank]
+    results = [
+        run(mtp_cross_entropy, hidden, head, targets, mask, chunk_tokens=4) for head in heads
+    ]
+    head, shard = (
+        column_parallel_head(tp_size, sequence_parallel=tp_size > 1),
+        hidden.chunk(tp_size)[rank],
+    )
     results.append(run(mtp_cross_entropy, shard, head, targets, mask, chunk_tokens=4))
     with pytest.raises(ValueError, match="a masked-in slot has target 16; wanted 0 to 15"):
         mtp_cross_entropy(shard, head, torch.full_like(targets, 16), mask)
@@ -774,14 +975,22 @@ def head_cases(rank=0, tp_size=1):
 
 
 def tensor_parallel_rank(rank):
-    steps = [one_training_step(tied, detach, tensor_parallel=2) for tied in (False, True) for detach in (False, True)]
+    steps = [
+        one_training_step(tied, detach, tensor_parallel=2)
+        for tied in (False, True)
+        for detach in (False, True)
+    ]
     return steps, head_cases(rank, tp_size=2)
 
 
 def test_two_tensor_parallel_ranks_equal_one(megatron):
     ranks = run_on_ranks(2, tensor_parallel_rank, tensor_parallel=2)
-    wanted_steps = [one_training_step(tied, detach) for tied in (False, True) for detach in (False, True)]
-    for got, wanted in zip(zip(*(steps for steps, _ in ranks), strict=True), wanted_steps, strict=True):
+    wanted_steps = [
+        one_training_step(tied, detach) for tied in (False, True) for detach in (False, True)
+    ]
+    for got, wanted in zip(
+        zip(*(steps for steps, _ in ranks), strict=True), wanted_steps, strict=True
+    ):
         for depths, grads, drafts in got:
             assert torch.equal(drafts, wanted[2]) and grads.keys() == wanted[1].keys()
             for depth, wanted_depth in zip(depths, wanted[0], strict=True):
@@ -791,12 +1000,18 @@ def test_two_tensor_parallel_ranks_equal_one(megatron):
             if dim < 0:
                 assert torch.equal(first, second), name  # a weight that every rank holds
             elif "linear_fc1" in name:  # [gate; up] is cut inside each half
-                first = torch.cat([torch.cat(pair) for pair in zip(first.chunk(2), second.chunk(2), strict=True)])
+                first = torch.cat(
+                    [torch.cat(pair) for pair in zip(first.chunk(2), second.chunk(2), strict=True)]
+                )
             else:
                 first = torch.cat([first, second], dim)
-            torch.testing.assert_close(first, grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item(), msg=name)
+            torch.testing.assert_close(
+                first, grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item(), msg=name
+            )
     wanted_cases = head_cases()
-    assert wanted_cases[0][1][0, :3].all() and not wanted_cases[0][1][1, :3].any()  # of tied tokens 4 and 12, 4 wins
+    assert (
+        wanted_cases[0][1][0, :3].all() and not wanted_cases[0][1][1, :3].any()
+    )  # of tied tokens 4 and 12, 4 wins
     for rank, (_, cases) in enumerate(ranks):
         for index, (got, (loss, correct, grad)) in enumerate(zip(cases, wanted_cases, strict=True)):
             assert torch.equal(got[1], correct)
@@ -813,8 +1028,15 @@ def context_parallel_cases():
         for mask in masks:
             mask[len(mask) // 8 :] = 0
             mask[1 - len(mask) // 8 :] = 1
-        cu_seqlens = [0, *itertools.accumulate(len(document) for document in documents)] if packed else [0, 48]
-        states = [torch.randn((96, 1, 64) if packed else (48, 2, 64), generator=generator) for _ in range(2)]
+        cu_seqlens = (
+            [0, *itertools.accumulate(len(document) for document in documents)]
+            if packed
+            else [0, 48]
+        )
+        states = [
+            torch.randn((96, 1, 64) if packed else (48, 2, 64), generator=generator)
+            for _ in range(2)
+        ]
         yield rule, packed, cu_seqlens, documents, [mask.tolist() for mask in masks], states
 
 
@@ -828,7 +1050,9 @@ def context_parallel_rank(rank, cp_size):
     for rule, packed, cu_seqlens, documents, masks, states in context_parallel_cases():
         batch, where = batch_of(documents, masks, dense=not packed), (cu_seqlens, cp_size, rank)
         leaves = [cut_states(state, *where).requires_grad_() for state in states]
-        model.mtp.forward = lambda hidden_states, states=leaves, **_: torch.cat([hidden_states, *states])
+        model.mtp.forward = lambda hidden_states, states=leaves, **_: torch.cat(
+            [hidden_states, *states]
+        )
         with patch_mtp_loss(model, rule=rule, denominator=7, chunk_tokens=5) as mtp:
             logits = model._postprocess(
                 hidden_states=torch.zeros_like(leaves[0]),
@@ -854,16 +1078,22 @@ def test_zig_zag_shards_together_equal_the_undivided_batch(megatron, cp_size):
     weight = head_weight(build_tiny(mtp_layers=2)).detach()
     ranks = run_on_ranks(cp_size, context_parallel_rank, cp_size, context_parallel=cp_size)
     least = []
-    for case, (rule, packed, cu_seqlens, documents, masks, states) in enumerate(context_parallel_cases()):
+    for case, (rule, packed, cu_seqlens, documents, masks, states) in enumerate(
+        context_parallel_cases()
+    ):
         ids, mask = (torch.tensor([sum(x, [])] if packed else x) for x in (documents, masks))
         cut = dict(cu_seqlens=cu_seqlens) if packed else {}
         for depth, state in enumerate(states, start=1):
             counts = depth_mask(mask, depth, rule=rule, **cut)
             state.requires_grad_()
             loss, correct = full_logits(state, weight, depth_targets(ids, depth, **cut), counts)
-            wanted = dict(loss_sum=loss.sum().item(), tokens=int(counts.sum()), correct=int(correct.sum()))
+            wanted = dict(
+                loss_sum=loss.sum().item(), tokens=int(counts.sum()), correct=int(correct.sum())
+            )
             got = [results[case][0][depth - 1] for results in ranks]
-            assert {name: sum(part[name] for part in got) for name in wanted} == pytest.approx(wanted, rel=1e-5)
+            assert {name: sum(part[name] for part in got) for name in wanted} == pytest.approx(
+                wanted, rel=1e-5
+            )
             assert wanted["tokens"] > 0
             least.append(min(part["tokens"] for part in got))
             (grad,) = torch.autograd.grad(loss.sum() * 0.2 / 2 / 7, state)
@@ -874,7 +1104,10 @@ def test_zig_zag_shards_together_equal_the_undivided_batch(megatron, cp_size):
 
 
 def uneven_documents():
-    return random_documents(6, 9), [[1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 1, 1, 0, 0]]  # nothing to train in the first
+    return random_documents(6, 9), [
+        [1, 0, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 1, 1, 0, 0],
+    ]  # nothing to train in the first
 
 
 def data_parallel_rank(rank):
@@ -886,9 +1119,15 @@ def data_parallel_rank(rank):
 
 def test_data_parallel_gradients_with_denominator_sum_to_the_undivided_batchs(megatron):
     (first, no_tokens), (second, tokens) = run_on_ranks(2, data_parallel_rank)
-    whole, _ = gradients(build_tiny(mtp_layers=2), batch_of(*uneven_documents()), policy=0.0, denominator=[3, 2])
+    whole, _ = gradients(
+        build_tiny(mtp_layers=2), batch_of(*uneven_documents()), policy=0.0, denominator=[3, 2]
+    )
     assert no_tokens == [0, 0] and tokens == [3, 3]
-    close({name: None if grad is None else grad + second[name] for name, grad in first.items()}, whole, rtol=1e-6)
+    close(
+        {name: None if grad is None else grad + second[name] for name, grad in first.items()},
+        whole,
+        rtol=1e-6,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -908,7 +1147,9 @@ def test_a_draft_is_depth_ones_arg_max_for_the_token_after_next(tiny, depths, ti
     assert draft.shape == batch.ids.shape and draft.dtype == torch.int64
     assert torch.equal(draft, (states[0] @ head_weight(model).t()).argmax(-1).t())
     assert modes == [module.training for module in model.modules()]
-    with patch_mtp_loss(model) as mtp:  # top-1 of depth 1 is how often the draft in slot t is token t+2
+    with patch_mtp_loss(
+        model
+    ) as mtp:  # top-1 of depth 1 is how often the draft in slot t is token t+2
         model(**batch.inputs, **batch.targets)
         assert torch.equal(draft_tokens(model, **batch.inputs), draft)
         correct = sum(int(draft[0, t] == y) for t, y in slow_pairs(batch, 1, "target"))
@@ -922,5 +1163,8 @@ def test_a_draft_sees_no_token_beyond_the_next_and_no_other_document(tiny):
     documents = random_documents(12, 8)
     whole = draft_tokens(model, **batch_of(documents).inputs)[0]
     for end in (2, 7):
-        assert torch.equal(draft_tokens(model, **batch_of([documents[0][:end]]).inputs)[0, : end - 1], whole[: end - 1])
+        assert torch.equal(
+            draft_tokens(model, **batch_of([documents[0][:end]]).inputs)[0, : end - 1],
+            whole[: end - 1],
+        )
     assert torch.equal(draft_tokens(model, **batch_of(documents[1:]).inputs)[0], whole[12:])

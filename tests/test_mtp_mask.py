@@ -25,7 +25,9 @@ documents = st.lists(st.lists(st.booleans(), max_size=7), max_size=4)
 
 
 def jagged(*rows, dtype=torch.int64):
-    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+    return torch.nested.nested_tensor(
+        [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+    )
 
 
 def rows_of(nested):
@@ -70,7 +72,9 @@ def slow_pairs(masks, depth, rule):
 
 def laid_out(rows, room, empty):
     """Documents one after the other, document i in room[i] slots; slots without a token hold `empty`."""
-    return [x for row, size in zip(rows, room, strict=True) for x in row + [empty] * (size - len(row))]
+    return [
+        x for row, size in zip(rows, room, strict=True) for x in row + [empty] * (size - len(row))
+    ]
 
 
 # Case 1: one dense row
@@ -119,7 +123,9 @@ def test_the_masks_seen_in_the_field_break_the_rule(before, seen_wrong):
         assert slow_counts(CASE_1, 1, rule) != seen_wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32]
+)
 def test_a_mask_of_any_dtype_gives_the_same_bools(dtype):
     assert as_ints(depth_mask(torch.tensor(CASE_1).to(dtype), 1)) == [0, 1, 1, 1, 1, 0, 0, 0]
 
@@ -147,7 +153,9 @@ def test_depth_one_predicts_the_token_after_the_next():
     assert depth_targets(torch.tensor(ids), 0).tolist() == [20, 30, 40, 50, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool]
+)
 def test_targets_keep_the_dtype_of_the_ids_and_inputs_stay_as_they_were(dtype):
     ids = torch.tensor([1, 0, 1]).to(dtype)
     targets = depth_targets(ids, 0, fill=1)
@@ -158,8 +166,14 @@ def test_targets_keep_the_dtype_of_the_ids_and_inputs_stay_as_they_were(dtype):
 def test_each_row_of_any_leading_shape_is_a_document():
     mask = torch.tensor([[[1, 1, 0], [0, 1, 1]], [[0, 0, 1], [1, 1, 1]]])
     assert as_ints(depth_mask(mask, 0)) == [[[1, 0, 0], [1, 1, 0]], [[0, 1, 0], [1, 1, 0]]]
-    assert as_ints(depth_mask(mask, 1, rule="drafted")) == [[[0, 0, 0], [1, 0, 0]], [[0, 0, 0], [1, 0, 0]]]
-    assert depth_targets(mask, 1, fill=9).tolist() == [[[0, 9, 9], [1, 9, 9]], [[1, 9, 9], [1, 9, 9]]]
+    assert as_ints(depth_mask(mask, 1, rule="drafted")) == [
+        [[0, 0, 0], [1, 0, 0]],
+        [[0, 0, 0], [1, 0, 0]],
+    ]
+    assert depth_targets(mask, 1, fill=9).tolist() == [
+        [[0, 9, 9], [1, 9, 9]],
+        [[1, 9, 9], [1, 9, 9]],
+    ]
 
 
 # Case 4: packed with padding
@@ -183,38 +197,110 @@ def before_rolled_by_unpadded_offsets(ids, cu_seqlens, cu_seqlens_padded):  # Me
 
 def test_a_padded_pack_is_rolled_by_its_padded_offsets_and_padding_gets_fill():
     ids, real, padded = torch.tensor([1, 2, 3, 0, 11, 12, 0, 0]), [0, 3, 5], [0, 4, 8]
-    assert depth_targets(ids, 0, real, cu_seqlens_padded=padded).tolist() == [2, 3, 0, 0, 12, 0, 0, 0]
-    assert depth_targets(ids, 0, real, cu_seqlens_padded=padded, fill=-1).tolist() == [2, 3, -1, -1, 12, -1, -1, -1]
-    assert as_ints(depth_mask(torch.ones(8), 0, real, cu_seqlens_padded=padded)) == [1, 1, 0, 0, 1, 0, 0, 0]
-    assert as_ints(depth_mask(torch.ones(8), 1, real, cu_seqlens_padded=padded)) == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert depth_targets(ids, 0, real, cu_seqlens_padded=padded).tolist() == [
+        2,
+        3,
+        0,
+        0,
+        12,
+        0,
+        0,
+        0,
+    ]
+    assert depth_targets(ids, 0, real, cu_seqlens_padded=padded, fill=-1).tolist() == [
+        2,
+        3,
+        -1,
+        -1,
+        12,
+        -1,
+        -1,
+        -1,
+    ]
+    assert as_ints(depth_mask(torch.ones(8), 0, real, cu_seqlens_padded=padded)) == [
+        1,
+        1,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert as_ints(depth_mask(torch.ones(8), 1, real, cu_seqlens_padded=padded)) == [
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_megatrons_roll_by_unpadded_offsets_breaks_the_rule():
     pytest.importorskip("megatron.core")
     ids = torch.tensor([1, 2, 3, 0, 11, 12, 0, 0])
-    assert before_rolled_by_unpadded_offsets(ids, [0, 3, 5], [0, 4, 8]).tolist() == [2, 3, 0, 11, 0, 12, 0, 0]
+    assert before_rolled_by_unpadded_offsets(ids, [0, 3, 5], [0, 4, 8]).tolist() == [
+        2,
+        3,
+        0,
+        11,
+        0,
+        12,
+        0,
+        0,
+    ]
 
 
 def test_what_padding_holds_never_counts_nor_becomes_a_target():
     real, padded = [0, 3, 5], [0, 4, 8]
-    assert as_ints(depth_mask(torch.tensor([0, 0, 0, 1, 0, 0, 1, 1]), 0, real, cu_seqlens_padded=padded)) == [0] * 8
-    targets = depth_targets(torch.tensor([1, 2, 3, 99, 11, 12, 99, 99]), 0, real, cu_seqlens_padded=padded)
+    assert (
+        as_ints(
+            depth_mask(torch.tensor([0, 0, 0, 1, 0, 0, 1, 1]), 0, real, cu_seqlens_padded=padded)
+        )
+        == [0] * 8
+    )
+    targets = depth_targets(
+        torch.tensor([1, 2, 3, 99, 11, 12, 99, 99]), 0, real, cu_seqlens_padded=padded
+    )
     assert targets.tolist() == [2, 3, 0, 0, 12, 0, 0, 0]
 
 
 @pytest.mark.parametrize("as_row", [lambda x: x, lambda x: x[None]])
-@pytest.mark.parametrize("as_offsets", [list, tuple, torch.tensor, partial(torch.tensor, dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "as_offsets", [list, tuple, torch.tensor, partial(torch.tensor, dtype=torch.int32)]
+)
 def test_a_pack_is_t_or_1_t_and_its_offsets_a_list_or_a_tensor(as_row, as_offsets):
     mask, offsets = as_row(torch.ones(5)), as_offsets([0, 3, 5])
-    assert torch.equal(depth_mask(mask, 0, offsets), as_row(torch.tensor([True, True, False, True, False])))
-    assert torch.equal(depth_targets(mask.long(), 0, offsets), as_row(torch.tensor([1, 1, 0, 1, 0])))
+    assert torch.equal(
+        depth_mask(mask, 0, offsets), as_row(torch.tensor([True, True, False, True, False]))
+    )
+    assert torch.equal(
+        depth_targets(mask.long(), 0, offsets), as_row(torch.tensor([1, 1, 0, 1, 0]))
+    )
 
 
 def test_numpys_ints_are_ints():
     one, eight, cu_seqlens = np.uint8(1), np.int64(8), [np.int64(0), np.int32(8)]
     assert as_ints(depth_mask(torch.ones(8), one, cu_seqlens)) == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert depth_targets(torch.arange(8), one, cu_seqlens, fill=eight).tolist() == [2, 3, 4, 5, 6, 7, 8, 8]
-    assert context_parallel_slice(torch.arange(8), cu_seqlens, np.uint8(2), one).tolist() == [2, 3, 4, 5]
+    assert depth_targets(torch.arange(8), one, cu_seqlens, fill=eight).tolist() == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        8,
+    ]
+    assert context_parallel_slice(torch.arange(8), cu_seqlens, np.uint8(2), one).tolist() == [
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 # Case 5: response masks to whole sequences
@@ -234,7 +320,9 @@ def test_a_row_is_zeros_for_the_prompt_then_the_responses_own_mask():
 def test_padding_right_of_the_response_is_dropped_where_the_old_code_padded_with_ones():
     row = [1, 1, 0, 0]
     assert before_whole_mask(row, 5) == [1, 1, 0, 0, 1]
-    assert rows_of(expand_response_mask(torch.tensor([row]), [5], torch.tensor([row]))) == [[0, 0, 0, 1, 1]]
+    assert rows_of(expand_response_mask(torch.tensor([row]), [5], torch.tensor([row]))) == [
+        [0, 0, 0, 1, 1]
+    ]
 
 
 def test_a_buffer_wider_than_the_sequence_is_fine_as_long_as_the_response_fits():
@@ -244,15 +332,29 @@ def test_a_buffer_wider_than_the_sequence_is_fine_as_long_as_the_response_fits()
 
 def test_the_length_of_a_response_comes_from_the_attention_not_from_the_mask():
     attention = torch.tensor([[1, 1, 1, 0]])
-    assert rows_of(expand_response_mask(torch.tensor([[1, 0, 0, 0]]), [4], attention)) == [[0, 1, 0, 0]]
-    assert rows_of(expand_response_mask(torch.tensor([[0, 0, 0, 0]]), [4], attention)) == [[0, 0, 0, 0]]
-    assert rows_of(expand_response_mask(torch.tensor([[1, 0, 0, 1]]), [4], attention)) == [[0, 1, 0, 0]]
+    assert rows_of(expand_response_mask(torch.tensor([[1, 0, 0, 0]]), [4], attention)) == [
+        [0, 1, 0, 0]
+    ]
+    assert rows_of(expand_response_mask(torch.tensor([[0, 0, 0, 0]]), [4], attention)) == [
+        [0, 0, 0, 0]
+    ]
+    assert rows_of(expand_response_mask(torch.tensor([[1, 0, 0, 1]]), [4], attention)) == [
+        [0, 1, 0, 0]
+    ]
 
 
 def test_nested_rows_may_be_empty_may_be_the_whole_sequence_and_may_leave_gaps():
-    assert rows_of(expand_response_mask(jagged([1, 0], [], [1]), [2, 3, 1])) == [[1, 0], [0, 0, 0], [1]]
+    assert rows_of(expand_response_mask(jagged([1, 0], [], [1]), [2, 3, 1])) == [
+        [1, 0],
+        [0, 0, 0],
+        [1],
+    ]
     assert rows_of(expand_response_mask(jagged([], []), [0, 0])) == [[], []]
-    padded, starts, lengths = torch.arange(12).view(3, 4), torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1])
+    padded, starts, lengths = (
+        torch.arange(12).view(3, 4),
+        torch.tensor([0, 1, 2]),
+        torch.tensor([2, 3, 1]),
+    )
     gappy = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
     assert rows_of(expand_response_mask(gappy, [2, 4, 2])) == [[0, 1], [0, 5, 6, 7], [0, 10]]
 
@@ -260,21 +362,35 @@ def test_nested_rows_may_be_empty_may_be_the_whole_sequence_and_may_leave_gaps()
 @pytest.mark.parametrize("lengths", [[], torch.tensor([], dtype=torch.int64)])
 def test_a_batch_of_no_rows_gives_no_rows(lengths):
     padded = torch.zeros(0, 3, dtype=torch.bool)
-    nested = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.bool), torch.tensor([0]))
-    for whole in (expand_response_mask(padded, lengths, padded), expand_response_mask(nested, lengths)):
+    nested = torch.nested.nested_tensor_from_jagged(
+        torch.zeros(0, dtype=torch.bool), torch.tensor([0])
+    )
+    for whole in (
+        expand_response_mask(padded, lengths, padded),
+        expand_response_mask(nested, lengths),
+    ):
         assert whole.layout == torch.jagged and len(whole) == 0 and whole.dtype == torch.bool
         assert as_ints(depth_mask(whole.values(), 1, whole.offsets())) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32]
+)
 def test_the_whole_mask_is_jagged_and_keeps_dtype_and_values(dtype):
     mask, attention = torch.tensor([[1, 0, 1]]).to(dtype), torch.tensor([[True, True, True]])
     for whole in (
         expand_response_mask(mask, [4], attention),
         expand_response_mask(jagged([1, 0, 1], dtype=dtype), [4]),
     ):
-        assert whole.layout == torch.jagged and whole.dtype == dtype and rows_of(whole) == [[0, 1, 0, 1]]
-    assert expand_response_mask(torch.tensor([[0.5]]), [2], torch.ones(1, 1)).values().tolist() == [0, 0.5]
+        assert (
+            whole.layout == torch.jagged
+            and whole.dtype == dtype
+            and rows_of(whole) == [[0, 1, 0, 1]]
+        )
+    assert expand_response_mask(torch.tensor([[0.5]]), [2], torch.ones(1, 1)).values().tolist() == [
+        0,
+        0.5,
+    ]
 
 
 def test_a_whole_mask_goes_straight_into_depth_mask_as_a_pack():
@@ -283,7 +399,10 @@ def test_a_whole_mask_goes_straight_into_depth_mask_as_a_pack():
 
 
 @repeatable(max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), max_size=5)), max_size=5), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), max_size=5)), max_size=5),
+    st.integers(0, 3),
+)
 def test_expanding_equals_the_sentence_row_by_row(rows, spare):
     responses = [response for _, response in rows]
     lengths = [prompt + len(response) for prompt, response in rows]
@@ -307,7 +426,16 @@ class HostReads(TorchFunctionMode):
         self.seen = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func.__name__ in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"):
+        if func.__name__ in (
+            "tolist",
+            "item",
+            "cpu",
+            "numpy",
+            "__bool__",
+            "__int__",
+            "__index__",
+            "__float__",
+        ):
             self.seen.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -317,7 +445,10 @@ def expand_both_ways(num_rows, device="cpu"):
     padded = torch.ones(num_rows, 3, device=device)
     lengths = torch.full((num_rows,), 5, device=device)
     nested = torch.nested.as_nested_tensor(list(padded.unbind()), layout=torch.jagged)
-    return [partial(expand_response_mask, padded, lengths, padded), partial(expand_response_mask, nested, lengths)]
+    return [
+        partial(expand_response_mask, padded, lengths, padded),
+        partial(expand_response_mask, nested, lengths),
+    ]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 64])
@@ -388,7 +519,9 @@ ERRORS = {
         r"row 0: .*left-align",
     ),
     "attention that is not 0 or 1": (
-        lambda: expand_response_mask(ONES, [5, 5], torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 0.0]])),
+        lambda: expand_response_mask(
+            ONES, [5, 5], torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 0.0]])
+        ),
         r"row 1: .*left-align",
     ),
     "a response longer than its sequence": (
@@ -399,7 +532,10 @@ ERRORS = {
         lambda: expand_response_mask(jagged([1], [1, 1]), [1, 1]),
         r"row 1: ",
     ),
-    "a length no buffer can hold": (lambda: expand_response_mask(ONES, [3, 2**70], ONES), r"row 1: .*2\*\*31"),
+    "a length no buffer can hold": (
+        lambda: expand_response_mask(ONES, [3, 2**70], ONES),
+        r"row 1: .*2\*\*31",
+    ),
     "a negative length": (
         lambda: expand_response_mask(ONES, [3, -1], ONES),
         r"row 1: sequence_lengths is -1; wanted 0",
@@ -421,12 +557,18 @@ ERRORS = {
         lambda: expand_response_mask(ONES, [5, 5], torch.ones(2, 4)),
         r"row 2: response_mask has shape \[2, 3\], response_attention_mask \[2, 4\]; wanted the same",
     ),
-    "attention of another height": (lambda: expand_response_mask(ONES, [5, 5], torch.ones(1, 3)), r"row 1: "),
+    "attention of another height": (
+        lambda: expand_response_mask(ONES, [5, 5], torch.ones(1, 3)),
+        r"row 1: ",
+    ),
     "attention beside nested rows": (
         lambda: expand_response_mask(jagged([1]), [2], ONES),
         r"row 0 and all.*leave it out",
     ),
-    "a mask of one dimension": (lambda: expand_response_mask(EIGHT, [9], EIGHT), r"shape \[8\]; wanted \[B, R\]"),
+    "a mask of one dimension": (
+        lambda: expand_response_mask(EIGHT, [9], EIGHT),
+        r"shape \[8\]; wanted \[B, R\]",
+    ),
     "nested rows that are not jagged": (
         lambda: expand_response_mask(torch.nested.nested_tensor([EIGHT]), [9]),
         r"not jagged \[B, j\]; wanted that: .*layout=torch.jagged",
@@ -444,7 +586,10 @@ ERRORS = {
         lambda: depth_mask(torch.tensor([[1, 0], [0, -100]]), 1),
         r"row 1: token_mask holds -100 at slot 1; wanted 0 or 1: weigh the loss",
     ),
-    "a mask that is not a number": (lambda: depth_mask(torch.tensor([0, float("nan")]), 1), r"row 0: .*nan at slot 1"),
+    "a mask that is not a number": (
+        lambda: depth_mask(torch.tensor([0, float("nan")]), 1),
+        r"row 0: .*nan at slot 1",
+    ),
     "offsets that fall": (
         lambda: depth_mask(EIGHT, 1, [0, 5, 3, 8]),
         r"row 1: cu_seqlens falls from 5 to 3; wanted offsets: sum the lengths up",
@@ -453,13 +598,22 @@ ERRORS = {
         lambda: depth_targets(EIGHT, 1, torch.tensor([3, 8])),
         r"row 0: cu_seqlens starts with \[3\]; wanted B\+1 offsets: put the 0 in front",
     ),
-    "no offsets": (lambda: depth_mask(EIGHT, 1, []), r"row 0: cu_seqlens starts with \[\]; wanted B\+1 offsets"),
-    "negative offsets": (lambda: depth_mask(EIGHT, 1, [0, -2, 8]), r"row 1: cu_seqlens is -2; wanted 0 or more"),
+    "no offsets": (
+        lambda: depth_mask(EIGHT, 1, []),
+        r"row 0: cu_seqlens starts with \[\]; wanted B\+1 offsets",
+    ),
+    "negative offsets": (
+        lambda: depth_mask(EIGHT, 1, [0, -2, 8]),
+        r"row 1: cu_seqlens is -2; wanted 0 or more",
+    ),
     "offsets short of T": (
         lambda: depth_mask(EIGHT, 1, [0, 3, 5]),
         r"row 1: cu_seqlens ends at 5; wanted T = 8: give the padding to a document, or cut it off",
     ),
-    "offsets past T": (lambda: depth_mask(EIGHT, 1, [0, 9]), r"row 0: cu_seqlens ends at 9; wanted T = 8"),
+    "offsets past T": (
+        lambda: depth_mask(EIGHT, 1, [0, 9]),
+        r"row 0: cu_seqlens ends at 9; wanted T = 8",
+    ),
     "padded offsets short of T": (
         lambda: depth_mask(EIGHT, 1, [0, 3, 5], cu_seqlens_padded=[0, 4, 7]),
         r"row 1: cu_seqlens_padded ends at 7; wanted T = 8",
@@ -480,7 +634,10 @@ ERRORS = {
         lambda: depth_targets(torch.zeros(2, dtype=torch.uint8), 1, fill=-100),
         r"fill is -100; wanted a value of torch.uint8",
     ),
-    "a fill beyond every dtype": (lambda: depth_targets(EIGHT, 1, fill=2**70), r"fill is \d+; wanted a value of"),
+    "a fill beyond every dtype": (
+        lambda: depth_targets(EIGHT, 1, fill=2**70),
+        r"fill is \d+; wanted a value of",
+    ),
     "a single number": (
         lambda: depth_targets(torch.tensor(3), 1),
         r"token_ids is a single number; wanted at least one",
@@ -493,7 +650,10 @@ ERRORS = {
         lambda: context_parallel_slice(EIGHT, [0, 8], 2, 2),
         r"cp_rank is 2, cp_size 2; wanted a rank from",
     ),
-    "no ranks": (lambda: context_parallel_slice(EIGHT, [0, 8], 0, 0), r"cp_size is 0; wanted 1 or more"),
+    "no ranks": (
+        lambda: context_parallel_slice(EIGHT, [0, 8], 0, 0),
+        r"cp_size is 0; wanted 1 or more",
+    ),
     "slices past T": (
         lambda: context_parallel_slice(EIGHT, [0, 4], 1, 0),
         r"row 0: cu_seqlens ends at 4; wanted T = 8",
@@ -513,8 +673,14 @@ TYPE_ERRORS = {
         lambda: depth_mask(EIGHT.to_sparse(), 1),
         r"token_mask is nested, sparse or meta; wanted a plain",
     ),
-    "a mask without data": (lambda: depth_mask(EIGHT.to("meta"), 1), r"token_mask is nested, sparse or meta; wanted a"),
-    "complex ids": (lambda: depth_targets(EIGHT.to(torch.complex64), 1), r"token_ids is torch.complex64; wanted bool"),
+    "a mask without data": (
+        lambda: depth_mask(EIGHT.to("meta"), 1),
+        r"token_mask is nested, sparse or meta; wanted a",
+    ),
+    "complex ids": (
+        lambda: depth_targets(EIGHT.to(torch.complex64), 1),
+        r"token_ids is torch.complex64; wanted bool",
+    ),
     "a depth of 1.0": (lambda: depth_mask(EIGHT, 1.0), r"depth is 1.0; wanted an int"),
     "a depth of True": (lambda: depth_mask(EIGHT, True), r"depth is True; wanted an int"),
     "a fill of 0.5": (lambda: depth_targets(EIGHT, 1, fill=0.5), r"fill is 0.5; wanted an int"),
@@ -530,8 +696,14 @@ TYPE_ERRORS = {
         lambda: expand_response_mask(ONES, torch.tensor([5.0, 5.0]), ONES),
         r"sequence_lengths is torch.float32; wanted ints",
     ),
-    "one length for all": (lambda: expand_response_mask(ONES, 5, ONES), r"sequence_lengths is a int; wanted a list or"),
-    "float offsets": (lambda: depth_mask(EIGHT, 1, [0, 8.0]), r"row 1: cu_seqlens is 8.0; wanted an int"),
+    "one length for all": (
+        lambda: expand_response_mask(ONES, 5, ONES),
+        r"sequence_lengths is a int; wanted a list or",
+    ),
+    "float offsets": (
+        lambda: depth_mask(EIGHT, 1, [0, 8.0]),
+        r"row 1: cu_seqlens is 8.0; wanted an int",
+    ),
     "a bool tensor of offsets": (
         lambda: depth_mask(EIGHT[:1], 1, torch.tensor([False, True])),
         r"cu_seqlens is torch.bool",
@@ -540,7 +712,10 @@ TYPE_ERRORS = {
         lambda: depth_mask(EIGHT, 1, cu_seqlens_padded=[0, 8]),
         r"cu_seqlens is a NoneType; wanted a",
     ),
-    "a rank of 0.0": (lambda: context_parallel_slice(EIGHT, [0, 8], 2, 0.0), r"cp_rank is 0.0; wanted an int"),
+    "a rank of 0.0": (
+        lambda: context_parallel_slice(EIGHT, [0, 8], 2, 0.0),
+        r"cp_rank is 0.0; wanted an int",
+    ),
 }
 
 
@@ -569,8 +744,12 @@ def test_dense_rows_equal_the_slow_loop(masks, spare, depth, rule):
     ids = token_ids_of(rows)
     mask_BT = torch.tensor(rows, dtype=torch.bool).reshape(len(rows), width)
     ids_BT = torch.tensor(ids, dtype=torch.int64).reshape(len(rows), width)
-    assert depth_mask(mask_BT, depth, rule=rule).tolist() == [slow_counts(row, depth, rule) for row in rows]
-    assert depth_targets(ids_BT, depth, fill=-1).tolist() == [slow_targets(row, depth, -1) for row in ids]
+    assert depth_mask(mask_BT, depth, rule=rule).tolist() == [
+        slow_counts(row, depth, rule) for row in rows
+    ]
+    assert depth_targets(ids_BT, depth, fill=-1).tolist() == [
+        slow_targets(row, depth, -1) for row in ids
+    ]
 
 
 @repeatable(max_examples=200)
@@ -596,22 +775,45 @@ def pairs(ids, targets, counts):
 
 
 @repeatable(max_examples=100)
-@given(documents, st.lists(st.integers(0, 1), min_size=4, max_size=4), st.sampled_from([1, 2, 4]), depths, rules)
+@given(
+    documents,
+    st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    st.sampled_from([1, 2, 4]),
+    depths,
+    rules,
+)
 def test_all_layouts_supervise_the_same_pairs_of_tokens(masks, spare, cp_size, depth, rule):
     ids, lengths = token_ids_of(masks), [len(mask) for mask in masks]
     expected = sorted(slow_pairs(masks, depth, rule))
     width = max(lengths, default=0)
     multiple = 2 * cp_size
-    room = [(-(-n // multiple) + extra) * multiple for n, extra in zip(lengths, spare, strict=False)]
+    room = [
+        (-(-n // multiple) + extra) * multiple for n, extra in zip(lengths, spare, strict=False)
+    ]
 
-    mask_BT = torch.tensor([m + [False] * (width - len(m)) for m in masks], dtype=torch.bool).reshape(len(masks), width)
-    ids_BT = torch.tensor([x + [0] * (width - len(x)) for x in ids], dtype=torch.int64).reshape(len(masks), width)
-    assert sorted(pairs(ids_BT, depth_targets(ids_BT, depth), depth_mask(mask_BT, depth, rule=rule))) == expected
+    mask_BT = torch.tensor(
+        [m + [False] * (width - len(m)) for m in masks], dtype=torch.bool
+    ).reshape(len(masks), width)
+    ids_BT = torch.tensor([x + [0] * (width - len(x)) for x in ids], dtype=torch.int64).reshape(
+        len(masks), width
+    )
+    assert (
+        sorted(pairs(ids_BT, depth_targets(ids_BT, depth), depth_mask(mask_BT, depth, rule=rule)))
+        == expected
+    )
 
     real, padded = offsets_of(lengths), offsets_of(room)
-    ids_T, mask_T = torch.tensor(sum(ids, []), dtype=torch.int64), torch.tensor(sum(masks, []), dtype=torch.bool)
+    ids_T, mask_T = (
+        torch.tensor(sum(ids, []), dtype=torch.int64),
+        torch.tensor(sum(masks, []), dtype=torch.bool),
+    )
     assert (
-        sorted(pairs(ids_T, depth_targets(ids_T, depth, real), depth_mask(mask_T, depth, real, rule=rule))) == expected
+        sorted(
+            pairs(
+                ids_T, depth_targets(ids_T, depth, real), depth_mask(mask_T, depth, real, rule=rule)
+            )
+        )
+        == expected
     )
 
     ids_T = torch.tensor(laid_out(ids, room, 0), dtype=torch.int64)
@@ -621,15 +823,46 @@ def test_all_layouts_supervise_the_same_pairs_of_tokens(masks, spare, cp_size, d
     assert sorted(pairs(ids_T, targets_T, counts_T)) == expected
 
     share = partial(context_parallel_slice, cu_seqlens=padded, cp_size=cp_size)
-    shares = [[share(x, cp_rank=rank) for x in (ids_T, targets_T, counts_T)] for rank in range(cp_size)]
+    shares = [
+        [share(x, cp_rank=rank) for x in (ids_T, targets_T, counts_T)] for rank in range(cp_size)
+    ]
     assert sorted(pair for one in shares for pair in pairs(*one)) == expected
 
 
 def test_a_rank_keeps_chunk_r_and_its_mirror_of_every_document():
     slots, offsets = torch.arange(24), [0, 8, 8, 24]
-    assert context_parallel_slice(slots, offsets, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
-    assert context_parallel_slice(slots, offsets, 2, 1).tolist() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
-    assert context_parallel_slice(slots.view(2, 12), [0, 12], 3, 2).tolist() == [[4, 5, 6, 7], [16, 17, 18, 19]]
+    assert context_parallel_slice(slots, offsets, 2, 0).tolist() == [
+        0,
+        1,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+        20,
+        21,
+        22,
+        23,
+    ]
+    assert context_parallel_slice(slots, offsets, 2, 1).tolist() == [
+        2,
+        3,
+        4,
+        5,
+        12,
+        13,
+        14,
+        15,
+        16,
+        17,
+        18,
+        19,
+    ]
+    assert context_parallel_slice(slots.view(2, 12), [0, 12], 3, 2).tolist() == [
+        [4, 5, 6, 7],
+        [16, 17, 18, 19],
+    ]
     assert context_parallel_slice(slots, torch.tensor(offsets), 1, 0).tolist() == slots.tolist()
 
 
@@ -638,7 +871,9 @@ def test_a_rank_keeps_chunk_r_and_its_mirror_of_every_document():
 def test_the_shares_of_all_ranks_are_the_buffer_each_slot_once(num_chunk_slots, cp_size):
     offsets = offsets_of(2 * cp_size * n for n in num_chunk_slots)
     slots = torch.arange(offsets[-1])
-    shares = [context_parallel_slice(slots, offsets, cp_size, rank).tolist() for rank in range(cp_size)]
+    shares = [
+        context_parallel_slice(slots, offsets, cp_size, rank).tolist() for rank in range(cp_size)
+    ]
     for rank, share in enumerate(shares):
         slow = []
         for start, end in pairwise(offsets):
@@ -654,7 +889,9 @@ def test_the_shares_of_all_ranks_are_the_buffer_each_slot_once(num_chunk_slots, 
 @given(documents, depths)
 def test_what_is_drafted_is_also_a_target(masks, depth):
     mask_T, offsets = torch.tensor(sum(masks, []), dtype=torch.bool), offsets_of(map(len, masks))
-    target, drafted = (depth_mask(mask_T, depth, offsets, rule=rule) for rule in ("target", "drafted"))
+    target, drafted = (
+        depth_mask(mask_T, depth, offsets, rule=rule) for rule in ("target", "drafted")
+    )
     assert not (drafted & ~target).any()
 
 
@@ -663,7 +900,9 @@ def test_what_is_drafted_is_also_a_target(masks, depth):
 
 @repeatable(max_examples=40)
 @given(documents, st.lists(st.integers(0, 3), min_size=4, max_size=4), depths)
-def test_rule_target_is_megatrons_roll_of_label_aligned_labels_and_mask_depth_times(masks, spare, depth):
+def test_rule_target_is_megatrons_roll_of_label_aligned_labels_and_mask_depth_times(
+    masks, spare, depth
+):
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -673,7 +912,9 @@ def test_rule_target_is_megatrons_roll_of_label_aligned_labels_and_mask_depth_ti
     ids_T = torch.tensor(laid_out(token_ids_of(masks), room, 0), dtype=torch.int64)
     mask_T = torch.tensor(laid_out(masks, room, False), dtype=torch.bool)
     labels, loss_mask = ids_T, mask_T.float()
-    for _ in range(depth + 1):  # the first roll makes them label-aligned; Megatron sees padded offsets only
+    for _ in range(
+        depth + 1
+    ):  # the first roll makes them label-aligned; Megatron sees padded offsets only
         labels, _ = roll_tensor(labels, packed_seq_params=packed_params(padded, padded))
         loss_mask, _ = roll_tensor(loss_mask, packed_seq_params=packed_params(padded, padded))
     assert torch.equal(depth_targets(ids_T, depth, real, cu_seqlens_padded=padded), labels)
@@ -686,7 +927,9 @@ def test_dense_rows_equal_megatrons_roll_too(num_rows, width, depth, random):
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    mask_BT = torch.tensor([[float(random.random() < 0.6) for _ in range(width)] for _ in range(num_rows)])
+    mask_BT = torch.tensor(
+        [[float(random.random() < 0.6) for _ in range(width)] for _ in range(num_rows)]
+    )
     rolled = mask_BT
     for _ in range(depth + 1):
         rolled, _ = roll_tensor(rolled)
@@ -697,17 +940,34 @@ def test_dense_rows_equal_megatrons_roll_too(num_rows, width, depth, random):
 # Whatever comes in: an answer, or an error of ours
 
 
-numbers = st.one_of(st.integers(-3, 9), st.sampled_from([2**31, 2**63, -(2**70), True, 1.0, float("nan"), None, "1"]))
-int_lists = st.one_of(numbers, st.lists(st.integers(0, 8), max_size=4), st.lists(numbers, max_size=4))
-dtypes = st.sampled_from([torch.bool, torch.uint8, torch.int64, torch.float32, torch.uint16, torch.complex64])
+numbers = st.one_of(
+    st.integers(-3, 9),
+    st.sampled_from([2**31, 2**63, -(2**70), True, 1.0, float("nan"), None, "1"]),
+)
+int_lists = st.one_of(
+    numbers, st.lists(st.integers(0, 8), max_size=4), st.lists(numbers, max_size=4)
+)
+dtypes = st.sampled_from(
+    [torch.bool, torch.uint8, torch.int64, torch.float32, torch.uint16, torch.complex64]
+)
 tensors = st.builds(
-    lambda shape, values, dtype: torch.tensor(values)[: torch.Size(shape).numel()].reshape(shape).to(dtype),
+    lambda shape, values, dtype: (
+        torch.tensor(values)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+    ),
     st.lists(st.integers(0, 3), max_size=2),
-    st.one_of(st.lists(st.integers(0, 1), min_size=9, max_size=9), st.lists(st.integers(0, 9), min_size=9, max_size=9)),
+    st.one_of(
+        st.lists(st.integers(0, 1), min_size=9, max_size=9),
+        st.lists(st.integers(0, 9), min_size=9, max_size=9),
+    ),
     dtypes,
 )
 jagged_tensors = st.builds(lambda: jagged([1, 0], []))
-anything = st.one_of(int_lists, tensors, jagged_tensors, st.builds(lambda: torch.nested.nested_tensor([torch.ones(2)])))
+anything = st.one_of(
+    int_lists,
+    tensors,
+    jagged_tensors,
+    st.builds(lambda: torch.nested.nested_tensor([torch.ones(2)])),
+)
 
 
 @repeatable(max_examples=400)
@@ -719,17 +979,25 @@ def test_malformed_input_gives_an_answer_or_an_error_of_ours_never_one_from_insi
             [
                 lambda: expand_response_mask(draw(tensors), draw(anything), draw(anything)),
                 lambda: expand_response_mask(draw(anything), draw(int_lists)),
-                lambda: depth_mask(draw(anything), draw(numbers), draw(anything), cu_seqlens_padded=draw(anything)),
+                lambda: depth_mask(
+                    draw(anything), draw(numbers), draw(anything), cu_seqlens_padded=draw(anything)
+                ),
                 lambda: depth_mask(draw(tensors), 1, rule=draw(anything)),
-                lambda: depth_targets(draw(tensors), draw(numbers), draw(int_lists), fill=draw(anything)),
-                lambda: context_parallel_slice(draw(tensors), draw(anything), draw(numbers), draw(anything)),
+                lambda: depth_targets(
+                    draw(tensors), draw(numbers), draw(int_lists), fill=draw(anything)
+                ),
+                lambda: context_parallel_slice(
+                    draw(tensors), draw(anything), draw(numbers), draw(anything)
+                ),
             ]
         )
     )
     try:
         call()
     except (ValueError, TypeError) as error:
-        assert Path(traceback.extract_tb(error.__traceback__)[-1].filename) == Path(mtp_mask.__file__), error
+        assert Path(traceback.extract_tb(error.__traceback__)[-1].filename) == Path(
+            mtp_mask.__file__
+        ), error
         assert "wanted" in str(error)
 
 

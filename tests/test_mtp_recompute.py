@@ -16,12 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import train_mimo
+import toy.model
 from mtp_loss import patch_mtp_loss
 from mtp_recompute import checkpoint_tensors, patch_mtp_recompute
 
 reentrant = functools.partial(torch_checkpoint, use_reentrant=True)
-DOCUMENTS = [list(range(16)), list(range(20, 44)), list(range(50, 62))]  # 16, 24 and 12 tokens (case 19)
+DOCUMENTS = [
+    list(range(16)),
+    list(range(20, 44)),
+    list(range(50, 62)),
+]  # 16, 24 and 12 tokens (case 19)
 
 
 def before(checkpoint, function, *args, **kwargs):
@@ -40,7 +44,7 @@ def without_recompute(run, *tensors):
 
 def test_the_checkpoint_gets_every_tensor_and_the_function_what_it_was_called_with():
     a, b, c, d = (torch.tensor(float(x)) for x in range(4))
-    packed = train_mimo.pack([[1, 2]])[2]
+    packed = toy.model.pack([[1, 2]])[2]
     given, seen = [], []
 
     def checkpoint(run, *tensors):
@@ -51,10 +55,14 @@ def test_the_checkpoint_gets_every_tensor_and_the_function_what_it_was_called_wi
         seen.append((args, kwargs))
         return "out"
 
-    result = checkpoint_tensors(checkpoint, function, a, None, [b, {"c": c}], packed, 3, last=(d, "x"), other=None)
+    result = checkpoint_tensors(
+        checkpoint, function, a, None, [b, {"c": c}], packed, 3, last=(d, "x"), other=None
+    )
     assert result == "out"
     assert [id(tensor) for tensor in given] == [id(tensor) for tensor in (a, b, c, d)]
-    assert seen == [((10.0, None, [11.0, {"c": 12.0}], packed, 3), {"last": (13.0, "x"), "other": None})]
+    assert seen == [
+        ((10.0, None, [11.0, {"c": 12.0}], packed, 3), {"last": (13.0, "x"), "other": None})
+    ]
     assert seen[0][0][3] is packed
 
 
@@ -78,7 +86,9 @@ class MyList(list):
     "leaf", [None, 3, "x", Inputs(torch.ones(1)), [], [1, [2]], {"k": (1, 2)}, (), Pair(1, 2), {1}]
 )
 def test_what_holds_no_tensor_comes_back_as_the_identical_object(leaf):
-    seen = checkpoint_tensors(without_recompute, lambda *args, **kwargs: (args, kwargs), leaf, torch.ones(1), k=[leaf])
+    seen = checkpoint_tensors(
+        without_recompute, lambda *args, **kwargs: (args, kwargs), leaf, torch.ones(1), k=[leaf]
+    )
     assert seen[0][0] is leaf and seen[1]["k"][0] is leaf
 
 
@@ -90,17 +100,24 @@ def test_a_container_that_holds_a_tensor_is_rebuilt_as_its_own_type_and_the_call
     ordered = collections.OrderedDict([("z", x), ("a", x)])
     arguments = [my_dict, my_list, factory, ordered, Pair(x, 2), (x,), torch.ones(2, 2).max(0)]
     copies = [dict(my_dict), list(my_list)]
-    seen = checkpoint_tensors(lambda run, *tensors: run(*[t + 1 for t in tensors]), lambda *args: args, *arguments)
+    seen = checkpoint_tensors(
+        lambda run, *tensors: run(*[t + 1 for t in tensors]), lambda *args: args, *arguments
+    )
     assert [type(value) for value in seen] == [type(value) for value in arguments]
     assert seen[0] == {"t": 2.0, "b": 1} and seen[0].label == "mine"
-    assert seen[1] == [2.0, None] and seen[2].default_factory is list and list(seen[3]) == ["z", "a"]
+    assert (
+        seen[1] == [2.0, None] and seen[2].default_factory is list and list(seen[3]) == ["z", "a"]
+    )
     assert seen[4] == Pair(2.0, 2)
     assert [dict(my_dict), list(my_list)] == copies and my_dict["t"] is x
 
 
 trees = st.recursive(
     st.one_of(
-        st.integers(), st.none(), st.text(max_size=2), st.builds(lambda x: torch.tensor(float(x)), st.integers(0, 9))
+        st.integers(),
+        st.none(),
+        st.text(max_size=2),
+        st.builds(lambda x: torch.tensor(float(x)), st.integers(0, 9)),
     ),
     lambda child: st.one_of(
         st.lists(child, max_size=3),
@@ -119,14 +136,18 @@ def test_any_structure_arrives_as_it_was_given(args, kwargs):
         if isinstance(tree, (list, tuple)):
             return sum(count(value) for value in tree)
         return (
-            sum(count(value) for value in tree.values()) if isinstance(tree, dict) else isinstance(tree, torch.Tensor)
+            sum(count(value) for value in tree.values())
+            if isinstance(tree, dict)
+            else isinstance(tree, torch.Tensor)
         )
 
     given = []
 
     def checkpoint(run, *tensors):
         given.extend(tensors)
-        run(*[torch.full_like(tensor, -1) for tensor in tensors])  # a first run leaves nothing behind
+        run(
+            *[torch.full_like(tensor, -1) for tensor in tensors]
+        )  # a first run leaves nothing behind
         return run(*tensors)
 
     seen = checkpoint_tensors(checkpoint, lambda *args, **kwargs: (args, kwargs), *args, **kwargs)
@@ -162,22 +183,30 @@ def test_the_closure_holds_no_tensor_so_that_activations_are_freed_by_the_backwa
     leaf = torch.ones(3, requires_grad=True)
     hidden = leaf * 2
     gone = weakref.ref(hidden)
-    output = checkpoint_tensors(reentrant, lambda hidden, *, pair: (hidden + pair[0]).sum(), hidden, pair=(hidden,))
+    output = checkpoint_tensors(
+        reentrant, lambda hidden, *, pair: (hidden + pair[0]).sum(), hidden, pair=(hidden,)
+    )
     del hidden
     output.backward()
     gc.collect()
     assert gone() is None and leaf.grad.tolist() == [4, 4, 4]  # `output` is still there
 
 
-@pytest.mark.parametrize("arguments", [(None, print), (print, None), (torch.ones(1), print), (print, 3)])
+@pytest.mark.parametrize(
+    "arguments", [(None, print), (print, None), (torch.ones(1), print), (print, 3)]
+)
 def test_what_is_not_callable_is_refused_by_name(arguments):
-    with pytest.raises(TypeError, match="(checkpoint|function) is a .*; wanted a callable: pass checkpoint first"):
+    with pytest.raises(
+        TypeError, match="(checkpoint|function) is a .*; wanted a callable: pass checkpoint first"
+    ):
         checkpoint_tensors(*arguments)
 
 
 def test_a_checkpoint_that_loses_a_tensor_is_told_so():
     with pytest.raises(ValueError, match="run with 1 tensors; wanted the 2 that it was given"):
-        checkpoint_tensors(lambda run, *tensors: run(tensors[0]), print, torch.ones(1), torch.ones(1))
+        checkpoint_tensors(
+            lambda run, *tensors: run(tensors[0]), print, torch.ones(1), torch.ones(1)
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -193,11 +222,13 @@ def release():
 
 def batch(packed):
     """Three documents in one buffer, or the first two of equal length as rows."""
-    input_ids, position_ids, params = train_mimo.pack(DOCUMENTS)
+    input_ids, position_ids, params = toy.model.pack(DOCUMENTS)
     if not packed:
         input_ids, params = input_ids[:, :48].reshape(2, 24), None
         position_ids = torch.arange(24).expand(2, -1)
-    loss_mask = (torch.rand(input_ids.shape, generator=torch.Generator().manual_seed(3)) < 0.7).float()
+    loss_mask = (
+        torch.rand(input_ids.shape, generator=torch.Generator().manual_seed(3)) < 0.7
+    ).float()
     kwargs = dict(labels=input_ids.roll(-1, -1), loss_mask=loss_mask, packed_seq_params=params)
     return (input_ids, position_ids, None), kwargs
 
@@ -249,7 +280,9 @@ def detached_trunk(model, *, view=True):
             kwargs["hidden_states"] = hidden.detach()
         return args, kwargs
 
-    hooks = [layer.register_forward_pre_hook(detach, with_kwargs=True) for layer in model.mtp.layers]
+    hooks = [
+        layer.register_forward_pre_hook(detach, with_kwargs=True) for layer in model.mtp.layers
+    ]
     try:
         yield
     finally:
@@ -258,9 +291,18 @@ def detached_trunk(model, *, view=True):
 
 
 STOCK = {  # what full recompute of a packed batch does before the patch
-    "0.16": (TypeError, "save_for_backward can only save variables, but argument .* is of type PackedSeqParams"),
-    "0.17": (TypeError, "save_for_backward can only save variables, but argument .* is of type PackedSeqParams"),
-    "0.18": (TypeError, "_checkpointed_forward.. got an unexpected keyword argument 'padding_mask'"),
+    "0.16": (
+        TypeError,
+        "save_for_backward can only save variables, but argument .* is of type PackedSeqParams",
+    ),
+    "0.17": (
+        TypeError,
+        "save_for_backward can only save variables, but argument .* is of type PackedSeqParams",
+    ),
+    "0.18": (
+        TypeError,
+        "_checkpointed_forward.. got an unexpected keyword argument 'padding_mask'",
+    ),
 }
 
 
@@ -298,12 +340,16 @@ def test_loss_and_every_gradient_are_those_without_recompute(tiny, depth, detach
 
 
 def test_dropout_is_on_in_the_tests_above(tiny):
-    plain, dropping = (loss_and_gradients(tiny(hidden_dropout=p, attention_dropout=p))[0] for p in (0.0, 0.1))
+    plain, dropping = (
+        loss_and_gradients(tiny(hidden_dropout=p, attention_dropout=p))[0] for p in (0.0, 0.1)
+    )
     assert plain != dropping
 
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "no view"])
-def test_with_both_inputs_detached_every_mtp_parameter_is_trained_and_stock_0_16_and_0_17_train_none(tiny, view):
+def test_with_both_inputs_detached_every_mtp_parameter_is_trained_and_stock_0_16_and_0_17_train_none(
+    tiny, view
+):
     model = tiny()
     set_recompute(model)
 
@@ -331,7 +377,10 @@ def test_it_composes_with_patch_mtp_loss_in_either_order(tiny, detach_trunk):
             for context in contexts:
                 stack.enter_context(context)
             model(*args, **kwargs).logsumexp(-1).sum().backward()
-        return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+        return [
+            None if parameter.grad is None else parameter.grad.clone()
+            for parameter in model.parameters()
+        ]
 
     def mtp():
         return patch_mtp_loss(model, detach_trunk=detach_trunk)
@@ -347,17 +396,25 @@ def two_ranks(rank):
     results = []
     for depth in (1, 2):
         model = conftest.build_tiny(
-            mtp_layers=depth, tensor_model_parallel_size=2, hidden_dropout=0.1, attention_dropout=0.1
+            mtp_layers=depth,
+            tensor_model_parallel_size=2,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
         )
         for detached in (False, True):
-            with detached_trunk(model) if detached else contextlib.nullcontext(), patch_mtp_recompute():
+            with (
+                detached_trunk(model) if detached else contextlib.nullcontext(),
+                patch_mtp_recompute(),
+            ):
                 for order in ((True, "fb"),), ((False, "ffbb"),):
                     set_recompute(model, granularity=None)
                     expected = loss_and_gradients(model, order)
                     set_recompute(model)
                     found = loss_and_gradients(model, order)
                     assert_same(found, expected, rtol=0 if depth == 1 else 1e-6)
-                    assert all(gradient is not None for name, gradient in found[1].items() if "mtp" in name)
+                    assert all(
+                        gradient is not None for name, gradient in found[1].items() if "mtp" in name
+                    )
                     results.append(found[0])
     return results
 
@@ -379,7 +436,10 @@ def layer_class(megatron):
 
     found = MultiTokenPredictionLayer._checkpointed_forward
     yield MultiTokenPredictionLayer
-    left, MultiTokenPredictionLayer._checkpointed_forward = MultiTokenPredictionLayer._checkpointed_forward, found
+    left, MultiTokenPredictionLayer._checkpointed_forward = (
+        MultiTokenPredictionLayer._checkpointed_forward,
+        found,
+    )
     assert left is found, "the class was not left as it was found"
 
 
@@ -399,7 +459,7 @@ def run_layer(model):
         position_ids=torch.arange(4)[None],
         hidden_states=torch.full((4, 1, 64), 0.5),
         attention_mask=None,
-        packed_seq_params=train_mimo.pack([[1, 1, 1, 1]])[2],
+        packed_seq_params=toy.model.pack([[1, 1, 1, 1]])[2],
         embedding=lambda **unused: torch.full((4, 1, 64), 0.25),
     )[0]
 
@@ -409,11 +469,17 @@ def test_uniform_wants_one_layer_and_an_unknown_method_is_refused(tiny):
     with patch_mtp_recompute() as needed:
         set_recompute(model, "uniform", 2)
         message = "recompute_num_layers is 2; wanted 1 with 'uniform': set it to 1, or use 'block'"
-        with pytest.raises(ValueError if needed else AssertionError, match=message if needed else "must be 1"):
+        with pytest.raises(
+            ValueError if needed else AssertionError, match=message if needed else "must be 1"
+        ):
             run_layer(model)
         set_recompute(model, "every other", 1)
-        message = "recompute_method is 'every other'; wanted 'uniform' or 'block': set one in the config"
-        with pytest.raises(ValueError, match=message if needed else "Invalid activation recompute method"):
+        message = (
+            "recompute_method is 'every other'; wanted 'uniform' or 'block': set one in the config"
+        )
+        with pytest.raises(
+            ValueError, match=message if needed else "Invalid activation recompute method"
+        ):
             run_layer(model)
 
 
@@ -435,7 +501,9 @@ def test_fp8_goes_to_transformer_engines_checkpoint_with_tensors_only(tiny, monk
                 run_layer(model)
         monkeypatch.setattr(extension, "te_checkpoint", te_checkpoint)
         run_layer(model)
-    assert len(calls) == 1 and all(tensor is None or isinstance(tensor, torch.Tensor) for tensor in calls[0])
+    assert len(calls) == 1 and all(
+        tensor is None or isinstance(tensor, torch.Tensor) for tensor in calls[0]
+    )
 
 
 def test_the_padding_mask_reaches_the_layer_now_and_in_the_backward_pass(tiny, monkeypatch):
@@ -453,7 +521,9 @@ def test_the_padding_mask_reaches_the_layer_now_and_in_the_backward_pass(tiny, m
     mask = torch.zeros(1, 4, dtype=torch.bool)
     state = torch.ones(4, 1, 64, requires_grad=True)
     with patch_mtp_recompute():
-        output = layer._checkpointed_forward(hidden_states=state, decoder_input=state, padding_mask=mask)
+        output = layer._checkpointed_forward(
+            hidden_states=state, decoder_input=state, padding_mask=mask
+        )
     output.sum().backward()
     assert len(seen) == 2 and all(given.data_ptr() == mask.data_ptr() for given in seen)
 
@@ -509,14 +579,17 @@ def test_somebody_elses_wrapper_stays_in_the_chain(tiny, layer_class, wraps):
 
 
 @pytest.mark.parametrize(
-    "theirs", [lambda self, *args, **kwargs: None, functools.partial(print), staticmethod(print), None, 3]
+    "theirs",
+    [lambda self, *args, **kwargs: None, functools.partial(print), staticmethod(print), None, 3],
 )
 def test_a_method_that_cannot_be_read_is_refused_by_name_and_left_in_place(layer_class, theirs):
     original = layer_class._checkpointed_forward
     layer_class._checkpointed_forward = theirs
     found = vars(layer_class)["_checkpointed_forward"]
     name = "test_mtp_recompute.py" if hasattr(theirs, "__code__") else str(theirs)[:9]
-    with pytest.raises(RuntimeError, match=f"_checkpointed_forward is .*{name}.*; wanted the signature"):
+    with pytest.raises(
+        RuntimeError, match=f"_checkpointed_forward is .*{name}.*; wanted the signature"
+    ):
         with patch_mtp_recompute():
             pass
     assert vars(layer_class)["_checkpointed_forward"] is found
@@ -524,7 +597,9 @@ def test_a_method_that_cannot_be_read_is_refused_by_name_and_left_in_place(layer
 
 
 def test_another_release_is_refused_by_what_was_looked_for(layer_class, monkeypatch):
-    monkeypatch.setattr(layer_class, "_proj_and_transformer_layer", lambda self, hidden_states, new_input: None)
+    monkeypatch.setattr(
+        layer_class, "_proj_and_transformer_layer", lambda self, hidden_states, new_input: None
+    )
     message = "wanted the signature of megatron-core 0.16 to 0.19, .*: install one of these"
     if release() in ("0.16", "0.17"):  # told by its own signature alone
         pytest.skip("their method takes whatever comes")
@@ -539,11 +614,15 @@ def test_another_release_is_refused_by_what_was_looked_for(layer_class, monkeypa
             pass
 
 
-def test_a_wrapper_put_on_inside_is_seen_through_and_announced_when_it_leaves_with_the_patch(layer_class):
+def test_a_wrapper_put_on_inside_is_seen_through_and_announced_when_it_leaves_with_the_patch(
+    layer_class,
+):
     if release() not in STOCK:
         pytest.skip("this release is not patched")
     found = layer_class._checkpointed_forward
-    with pytest.warns(UserWarning, match="theirs was put on inside patch_mtp_recompute and leaves with it"):
+    with pytest.warns(
+        UserWarning, match="theirs was put on inside patch_mtp_recompute and leaves with it"
+    ):
         with patch_mtp_recompute():
 
             @functools.wraps(layer_class._checkpointed_forward)

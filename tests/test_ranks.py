@@ -49,7 +49,9 @@ def test_several_ranks_give_the_metrics_of_one(one_rank, tmp_path, ranks, tensor
     wait_until_gone(run.pid)
     assert run.code == 0 and run.stderr == "" and shared_memory() <= before
     assert len(run.lines()) == 5
-    for line, of_one in zip(without_times(run.lines()), without_times(one_rank.lines()), strict=True):
+    for line, of_one in zip(
+        without_times(run.lines()), without_times(one_rank.lines()), strict=True
+    ):
         assert line == pytest.approx(of_one, rel=1e-4, abs=1e-4)
 
 
@@ -69,7 +71,11 @@ def test_two_ranks_go_on_from_a_save_bit_for_bit(tmp_path, tensor_parallel):
     wait_until_gone(killed.pid)
     assert shared_memory() <= before
     run = Run(killed.out, "--resume", str(killed.out), setup=RANKS.format(2)).wait()
-    assert run.code == 0 and run.stderr == "" and without_times(run.lines()) == without_times(whole.lines())
+    assert (
+        run.code == 0
+        and run.stderr == ""
+        and without_times(run.lines()) == without_times(whole.lines())
+    )
 
 
 FAILING = """
@@ -92,10 +98,21 @@ if __name__ == "__main__":
 def test_a_failure_of_any_rank_ends_all_of_them_with_one_message(tmp_path, failing):
     before, file = shared_memory(), tmp_path / "failing.py"
     file.write_text(FAILING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(file), failing, *ARGV]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(file),
+        failing,
+        *ARGV,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    torchrun = subprocess.Popen([*command, "--out", str(tmp_path / "out")], cwd=ROOT, env=environment, **pipes)
+    torchrun = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")], cwd=ROOT, env=environment, **pipes
+    )
     stderr = torchrun.communicate()[1]
     assert torchrun.returncode != 0
     assert re.findall(r"^train_mimo\.py: .*$", stderr, re.M) == [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import train_mimo
+import toy.model
 from mtp_loss import patch_mtp_loss
 from ref_disable import (
     drop_mtp_weights,
@@ -29,8 +29,14 @@ COUNT_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 FIELD = {  # the layouts seen in the field, and what each says when it is off
     "MiMo": ({"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 0}),
     "Qwen3.5": ({"mtp_num_hidden_layers": 1}, {"mtp_num_hidden_layers": 0}),
-    "Qwen3.5 nested": ({"text_config": {"mtp_num_hidden_layers": 1}}, {"text_config": {"mtp_num_hidden_layers": 0}}),
-    "DeepSeek-V3": ({"num_nextn_predict_layers": 1, "n": [3]}, {"num_nextn_predict_layers": 0, "n": [3]}),
+    "Qwen3.5 nested": (
+        {"text_config": {"mtp_num_hidden_layers": 1}},
+        {"text_config": {"mtp_num_hidden_layers": 0}},
+    ),
+    "DeepSeek-V3": (
+        {"num_nextn_predict_layers": 1, "n": [3]},
+        {"num_nextn_predict_layers": 0, "n": [3]},
+    ),
     "both": (dict.fromkeys(COUNT_NAMES, 2), dict.fromkeys(COUNT_NAMES, 0)),
     "both, everywhere": (
         dict.fromkeys(COUNT_NAMES, 2) | {"text_config": dict.fromkeys(COUNT_NAMES, 2)},
@@ -41,7 +47,10 @@ FIELD = {  # the layouts seen in the field, and what each says when it is off
         {"num_nextn_predict_layers": 0, "text_config": None},
     ),
     "0": ({"mtp_num_hidden_layers": 0}, {"mtp_num_hidden_layers": 0}),
-    "no such field": ({"hidden_size": 8, "text_config": {"a": 1}}, {"hidden_size": 8, "text_config": {"a": 1}}),
+    "no such field": (
+        {"hidden_size": 8, "text_config": {"a": 1}},
+        {"hidden_size": 8, "text_config": {"a": 1}},
+    ),
 }
 
 
@@ -90,36 +99,58 @@ def test_pretrained_configs_are_switched_off_too_and_stay_usable_for_the_actor(i
 
 
 def test_the_count_for_whoever_asks_for_mtp():
-    assert mtp_layer_count({"num_nextn_predict_layers": 2, "text_config": {"mtp_num_hidden_layers": 2}}) == 2
-    for config in ({}, {"mtp_num_hidden_layers": None}, {"num_nextn_predict_layers": 0, "text_config": {}}):
-        with pytest.raises(ValueError, match="MTP is asked for, and .* are absent, 0 or None .* or train without MTP"):
+    assert (
+        mtp_layer_count(
+            {"num_nextn_predict_layers": 2, "text_config": {"mtp_num_hidden_layers": 2}}
+        )
+        == 2
+    )
+    for config in (
+        {},
+        {"mtp_num_hidden_layers": None},
+        {"num_nextn_predict_layers": 0, "text_config": {}},
+    ):
+        with pytest.raises(
+            ValueError,
+            match="MTP is asked for, and .* are absent, 0 or None .* or train without MTP",
+        ):
             mtp_layer_count(config)
     with pytest.raises(ValueError, match="number of MTP layers as 1 and as 2; wanted one number"):
-        mtp_layer_count({"num_nextn_predict_layers": 1, "text_config": {"num_nextn_predict_layers": 2}})
+        mtp_layer_count(
+            {"num_nextn_predict_layers": 1, "text_config": {"num_nextn_predict_layers": 2}}
+        )
     for count in (-1, 1.0, "1", True, [1]):
-        with pytest.raises(ValueError, match="num_nextn_predict_layers is .*; wanted an int, 0 or more"):
+        with pytest.raises(
+            ValueError, match="num_nextn_predict_layers is .*; wanted an int, 0 or more"
+        ):
             mtp_layer_count({"num_nextn_predict_layers": count})
 
 
-@pytest.mark.parametrize("config", [None, "XiaomiMiMo/MiMo-7B", 3, [], dict, {"text_config": 3}, {"text_config": "x"}])
+@pytest.mark.parametrize(
+    "config", [None, "XiaomiMiMo/MiMo-7B", 3, [], dict, {"text_config": 3}, {"text_config": "x"}]
+)
 def test_what_is_no_config_is_a_type_error(config):
     for function in (without_mtp_config, mtp_layer_count):
-        with pytest.raises(TypeError, match="(hf_config|text_config) is .*; wanted a PretrainedConfig or a dict"):
+        with pytest.raises(
+            TypeError, match="(hf_config|text_config) is .*; wanted a PretrainedConfig or a dict"
+        ):
             function(config)
 
 
 @pytest.mark.parametrize("actor_first", [True, False])
-def test_in_either_order_of_construction_the_actor_has_mtp_and_the_reference_has_none(megatron, actor_first):
-    shared = train_mimo.mimo_config(hidden_size=64, num_heads=2, ffn_size=96)
-    build = {"actor": lambda: train_mimo.build_model(shared)}
-    build["reference"] = lambda: train_mimo.build_model(without_mtp_config(shared))
+def test_in_either_order_of_construction_the_actor_has_mtp_and_the_reference_has_none(
+    megatron, actor_first
+):
+    shared = toy.model.mimo_config(hidden_size=64, num_heads=2, ffn_size=96)
+    build = {"actor": lambda: toy.model.build_model(shared)}
+    build["reference"] = lambda: toy.model.build_model(without_mtp_config(shared))
     models = {name: build[name]() for name in sorted(build, reverse=not actor_first)}
     assert any("mtp" in name for name, _ in models["actor"].named_parameters())
     assert not any("mtp" in name for name, _ in models["reference"].named_parameters())
 
     def before(config):  # verl before #6626
         config["num_nextn_predict_layers"] = 0
-        return train_mimo.build_model(config)
+        return toy.model.build_model(config)
 
     before(shared)
     assert not any("mtp" in name for name, _ in build["actor"]().named_parameters())
@@ -143,7 +174,9 @@ def test_the_transformer_config_is_copied_with_mtp_off(tiny):
 
 @pytest.mark.parametrize("config", [None, {}, {"mtp_num_layers": 1}, "config", 3])
 def test_what_is_no_transformer_config_is_a_type_error(config):
-    with pytest.raises(TypeError, match="without mtp_num_layers; wanted a Megatron TransformerConfig"):
+    with pytest.raises(
+        TypeError, match="without mtp_num_layers; wanted a Megatron TransformerConfig"
+    ):
         reference_transformer_config(config)
 
 
@@ -200,13 +233,21 @@ def test_trunk_tensors_stay_in_order_and_untouched_and_mtp_tensors_go():
 def test_layers_beyond_the_trunk_are_told_by_their_number():
     pairs = [(name, None) for name in TRUNK + BY_NUMBER + MTP]
     assert [name for name, _ in drop_mtp_weights(pairs, num_hidden_layers=61)] == TRUNK
-    with pytest.raises(ValueError, match="layers.61.eh_proj.weight .* num_hidden_layers is None; wanted the trunk's"):
+    with pytest.raises(
+        ValueError,
+        match="layers.61.eh_proj.weight .* num_hidden_layers is None; wanted the trunk's",
+    ):
         list(drop_mtp_weights(pairs))
-    with pytest.raises(ValueError, match="layers.61.eh_proj.weight .* num_hidden_layers is 62; wanted the trunk's"):
+    with pytest.raises(
+        ValueError, match="layers.61.eh_proj.weight .* num_hidden_layers is 62; wanted the trunk's"
+    ):
         list(drop_mtp_weights(pairs, num_hidden_layers=62))
 
 
-@given(st.lists(st.sampled_from(TRUNK + MTP)), st.sampled_from(["", "module.", "actor.model.", "module.module."]))
+@given(
+    st.lists(st.sampled_from(TRUNK + MTP)),
+    st.sampled_from(["", "module.", "actor.model.", "module.module."]),
+)
 def test_any_mixture_behind_any_prefix(names, prefix):
     kept = [name for name, _ in drop_mtp_weights((prefix + name, 0) for name in names)]
     assert kept == [prefix + name for name in names if name in TRUNK]
@@ -227,10 +268,14 @@ def test_it_is_lazy():
 
 def test_what_holds_no_pairs_is_a_type_error_and_no_count_a_value_error():
     for stream in (["name"], [("a", 1, 2)], [(1, "a")], "names", [None], [b"ab"]):
-        with pytest.raises(TypeError, match="named_tensors holds .*; wanted .name, tensor.: pass state_dict"):
+        with pytest.raises(
+            TypeError, match="named_tensors holds .*; wanted .name, tensor.: pass state_dict"
+        ):
             list(drop_mtp_weights(stream))
     for stream in (None, 3):
-        with pytest.raises(TypeError, match="named_tensors is a .*; wanted .name, tensor. pairs or a state dict"):
+        with pytest.raises(
+            TypeError, match="named_tensors is a .*; wanted .name, tensor. pairs or a state dict"
+        ):
             drop_mtp_weights(stream)
     for count in (0, -1, True, "61", 1.5):
         with pytest.raises(ValueError, match="num_hidden_layers is .*; wanted 1 or more"):
@@ -243,16 +288,25 @@ def test_what_holds_no_pairs_is_a_type_error_and_no_count_a_value_error():
 
 
 def batch():
-    input_ids, position_ids, packed = train_mimo.pack([list(range(16)), list(range(20, 44)), list(range(50, 62))])
+    input_ids, position_ids, packed = toy.model.pack(
+        [list(range(16)), list(range(20, 44)), list(range(50, 62))]
+    )
     labels, loss_mask = input_ids.roll(-1, -1), torch.ones(input_ids.shape)
-    return (input_ids, position_ids, None), dict(packed_seq_params=packed), dict(labels=labels, loss_mask=loss_mask)
+    return (
+        (input_ids, position_ids, None),
+        dict(packed_seq_params=packed),
+        dict(labels=labels, loss_mask=loss_mask),
+    )
 
 
 @contextlib.contextmanager
 def counted_forwards(model):
     """A list that grows with every forward of an MTP layer."""
     calls = []
-    hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.append(layer)) for layer in model.mtp.layers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, _: calls.append(layer))
+        for layer in model.mtp.layers
+    ]
     try:
         yield calls
     finally:
@@ -268,23 +322,35 @@ def no_leftover_tracker(megatron):
 
 
 @pytest.mark.parametrize("depth, tied", [(1, False), (2, True)])
-def test_a_reference_filled_from_a_checkpoint_with_mtp_gives_the_actors_log_probs(tiny, tmp_path, depth, tied):
+def test_a_reference_filled_from_a_checkpoint_with_mtp_gives_the_actors_log_probs(
+    tiny, tmp_path, depth, tied
+):
     actor = tiny(mtp_layers=depth, tied=tied)
-    weights = {name: tensor for name, tensor in actor.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    weights = {
+        name: tensor
+        for name, tensor in actor.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
     save_file(weights, tmp_path / "model.safetensors")
 
     hf_config = without_mtp_config(
-        train_mimo.mimo_config(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96, mtp_layers=depth, tied=tied)
+        toy.model.mimo_config(
+            hidden_size=64, num_heads=2, num_groups=2, ffn_size=96, mtp_layers=depth, tied=tied
+        )
     )
-    reference = train_mimo.build_model(hf_config)
+    reference = toy.model.build_model(hf_config)
     assert not any("mtp" in name for name in reference.state_dict())
-    wanted = {name for name, tensor in reference.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    wanted = {
+        name for name, tensor in reference.state_dict().items() if isinstance(tensor, torch.Tensor)
+    }
     read = []
     with safe_open(tmp_path / "model.safetensors", "pt") as file, torch.no_grad():
         for name, _ in drop_mtp_weights((name, None) for name in file.keys()):
             read.append(name)
             reference.get_parameter(name).copy_(file.get_tensor(name))
-    assert sorted(read) == sorted(wanted)  # each once: no MTP tensor read, nothing left over, nothing missing
+    assert sorted(read) == sorted(
+        wanted
+    )  # each once: no MTP tensor read, nothing left over, nothing missing
     assert len(read) < len(weights)
 
     args, packed, labels = batch()
@@ -303,11 +369,16 @@ def test_the_reference_config_builds_what_a_config_without_mtp_builds(tiny):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = train_mimo.PackedAttention
+    spec.submodules.self_attention.submodules.core_attention = toy.model.PackedAttention
     actor = tiny(mtp_layers=1)
-    settings = dict(vocab_size=64, max_sequence_length=128, position_embedding_type="rope", rotary_base=10000.0)
+    settings = dict(
+        vocab_size=64, max_sequence_length=128, position_embedding_type="rope", rotary_base=10000.0
+    )
     reference = GPTModel(
-        reference_transformer_config(actor.config), spec, share_embeddings_and_output_weights=False, **settings
+        reference_transformer_config(actor.config),
+        spec,
+        share_embeddings_and_output_weights=False,
+        **settings,
     )
     kept = dict(drop_mtp_weights(actor.state_dict()))
     reference.load_state_dict(kept, strict=True)
@@ -341,7 +412,9 @@ def test_inside_skip_mtp_no_mtp_layer_runs_and_the_logits_are_bitwise_the_same(t
         with skip_mtp(actor):
             assert torch.equal(actor(*args, **packed), plain(*args, **packed))
             assert torch.equal(actor(*args, **packed, **labels), loss)
-            assert actor.decoder.config.mtp_num_layers == depth  # MoE routers size their loss tracker by it
+            assert (
+                actor.decoder.config.mtp_num_layers == depth
+            )  # MoE routers size their loss tracker by it
         assert len(calls) == depth
         actor(*args, **packed, **labels)
         assert len(calls) == 2 * depth
@@ -363,7 +436,9 @@ def test_it_holds_within_patch_mtp_loss_too(tiny, detach_trunk):
 
 
 def state(model):
-    return {name: value for name, value in vars(model).items() if name != "_modules"}, copy.copy(vars(model.config))
+    return {name: value for name, value in vars(model).items() if name != "_modules"}, copy.copy(
+        vars(model.config)
+    )
 
 
 def test_the_model_is_whole_again_afterwards_also_after_an_error_and_nested(tiny):
@@ -385,7 +460,9 @@ def test_the_model_is_whole_again_afterwards_also_after_an_error_and_nested(tiny
             actor(*args, **packed)
         assert not calls
         raise KeyError
-    assert state(actor) == before and actor.config is config and actor.mtp.layers[0].config is config
+    assert (
+        state(actor) == before and actor.config is config and actor.mtp.layers[0].config is config
+    )
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
@@ -406,12 +483,21 @@ def test_wrappers_are_taken_off_and_a_model_without_mtp_is_left_alone(tiny):
 def test_a_tied_head_on_a_last_pipeline_stage_keeps_its_weight(tiny):
     """From 0.17 on it is the stage's copy of the embedding; its output_layer holds another weight, never filled."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     config, spec = tiny().config, get_gpt_layer_local_spec(normalization="RMSNorm")
     mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     stage = GPTModel(
-        config, spec, 64, 128, pre_process=False, share_embeddings_and_output_weights=True, mtp_block_spec=mtp_spec
+        config,
+        spec,
+        64,
+        128,
+        pre_process=False,
+        share_embeddings_and_output_weights=True,
+        mtp_block_spec=mtp_spec,
     )
     outside = stage.shared_embedding_or_output_weight()
     with skip_mtp(stage):
@@ -420,6 +506,8 @@ def test_a_tied_head_on_a_last_pipeline_stage_keeps_its_weight(tiny):
 
 @pytest.mark.parametrize("model", [None, [], torch.nn.Linear(2, 2), torch.nn.Linear, "actor"])
 def test_what_is_no_gpt_model_is_a_type_error(model):
-    with pytest.raises(TypeError, match="model is a .* wanted a Megatron GPTModel: pass one chunk, not a list"):
+    with pytest.raises(
+        TypeError, match="model is a .* wanted a Megatron GPTModel: pass one chunk, not a list"
+    ):
         with skip_mtp(model):
             pass

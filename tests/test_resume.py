@@ -80,7 +80,9 @@ class Run:
 
     def lines(self):
         path = self.out / "metrics.jsonl"
-        whole = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half-written yet
+        whole = (
+            path.read_text().split("\n")[:-1] if path.exists() else []
+        )  # the last one may be half-written yet
         return [json.loads(line) for line in whole]
 
     def wait_until(self, condition):
@@ -122,7 +124,9 @@ def without_times(lines):
 
 def tensors_of(path):
     with safe_open(path, "pt") as file:
-        names = [name for name in file.keys() if name != "metrics"]  # metrics.jsonl with its seconds
+        names = [
+            name for name in file.keys() if name != "metrics"
+        ]  # metrics.jsonl with its seconds
         return {name: file.get_tensor(name).numpy().tobytes() for name in names}
 
 
@@ -130,9 +134,15 @@ def check_equal(run, whole_run):
     """Every number of every step once, every weight, Adam's state, the random generator."""
     assert [line["step"] for line in run.lines()] == list(range(7))
     assert without_times(run.lines()) == without_times(whole_run.lines())
-    for file in ("state.safetensors", "checkpoint/model.safetensors", "reference/model.safetensors"):
+    for file in (
+        "state.safetensors",
+        "checkpoint/model.safetensors",
+        "reference/model.safetensors",
+    ):
         assert tensors_of(run.out / file) == tensors_of(whole_run.out / file), file
-    assert sorted(p.name for p in run.out.rglob("*")) == sorted(p.name for p in whole_run.out.rglob("*"))
+    assert sorted(p.name for p in run.out.rglob("*")) == sorted(
+        p.name for p in whole_run.out.rglob("*")
+    )
 
 
 def go_on(out, **how):
@@ -190,7 +200,10 @@ train_mimo.{function} = kill
 @pytest.mark.engine
 def test_a_run_killed_at_its_worst_moments_ends_as_one_that_was_not(whole_run, tmp_path):
     worst = [
-        ("save_file", 4),  # in the second save; those before are reference/, checkpoint/ and the first one
+        (
+            "save_file",
+            4,
+        ),  # in the second save; those before are reference/, checkpoint/ and the first one
         ("report", 4),  # a step is trained and pushed, its line not written
     ]
     for function, n in worst:

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import toy.engine
+import toy.model
 import train_mimo
 from drafter_sync import DrafterSyncError, hf_to_megatron, megatron_to_hf
 
@@ -43,7 +45,7 @@ REST_7B = {
 }
 
 # What tests.conftest.build_tiny builds.
-CONFIG = train_mimo.mimo_config(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)
+CONFIG = toy.model.mimo_config(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)
 
 
 def write_sharded(folder, tensors, shards):
@@ -51,7 +53,11 @@ def write_sharded(folder, tensors, shards):
     weight_map = {}
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: tensors[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name].contiguous() for name in names},
+            folder / file,
+            metadata={"format": "pt"},
+        )
         weight_map |= dict.fromkeys(names, file)
     total = sum(tensors[name].nbytes for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -86,12 +92,20 @@ def fill(model, named_tensors):
 
 
 def test_names_and_shapes_are_those_of_mimo_7b(megatron):
-    config = train_mimo.mimo_config(
-        num_layers=2, hidden_size=4096, num_heads=32, num_groups=8, ffn_size=11008, vocab_size=151_680
+    config = toy.model.mimo_config(
+        num_layers=2,
+        hidden_size=4096,
+        num_heads=32,
+        num_groups=8,
+        ffn_size=11008,
+        vocab_size=151_680,
     )
     with torch.device("meta"):  # the real shapes without their 3.7 GB
-        model = train_mimo.build_model(config, perform_initialization=False)
-    shapes = {name: tuple(tensor.shape) for name, tensor in megatron_to_hf(model.named_parameters(), config)}
+        model = toy.model.build_model(config, perform_initialization=False)
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in megatron_to_hf(model.named_parameters(), config)
+    }
     layers = [f"model.layers.{i}.{name}" for i in range(2) for name in LAYER_7B]
     assert shapes == REST_7B | dict(zip(layers, [*LAYER_7B.values()] * 2, strict=True)) | {
         f"model.mtp_layers.0.{name}": shape for name, shape in MTP_7B.items()
@@ -103,7 +117,9 @@ def test_a_sharded_checkpoint_fills_the_model_bit_for_bit(tiny, tmp_path, num_sh
     source, target = tiny(seed=0), tiny(seed=1)
     write_sharded(tmp_path, hf_tensors(source), in_shards(hf_tensors(source), num_shards))
     fill(target, read_sharded(tmp_path))
-    for (name, wanted), (_, came) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+    for (name, wanted), (_, came) in zip(
+        source.named_parameters(), target.named_parameters(), strict=True
+    ):
         assert torch.equal(came, wanted), name
 
 
@@ -148,10 +164,12 @@ def test_a_tensor_that_no_file_holds_is_named(tiny, tmp_path):
 STARTS = """
 import json, pathlib, sys
 from safetensors import safe_open
+import toy.engine
+import toy.model
 import train_mimo
 from drafter_sync import drafter_fingerprint, sync_weights
 folder = pathlib.Path(sys.argv[1])
-llm = train_mimo.start_engine(str(folder), max_num_seqs=4)
+llm = toy.engine.start_engine(str(folder), max_num_seqs=4)
 
 def seen():
     from vllm import SamplingParams
@@ -170,9 +188,13 @@ import os; os._exit(0)
 
 @pytest.mark.engine
 @pytest.mark.slow  # an engine of its own: 30 to 60 s on two cores
-def test_vllm_starts_from_the_sharded_directory_and_a_push_of_its_tensors_changes_nothing(tiny, tmp_path):
+def test_vllm_starts_from_the_sharded_directory_and_a_push_of_its_tensors_changes_nothing(
+    tiny, tmp_path
+):
     tensors = hf_tensors(tiny())
-    train_mimo.write_checkpoint(tiny(), CONFIG, str(tmp_path))  # for config.json and configuration_mimo.py
+    train_mimo.write_checkpoint(
+        tiny(), CONFIG, str(tmp_path)
+    )  # for config.json and configuration_mimo.py
     (tmp_path / "model.safetensors").unlink()
     write_sharded(tmp_path, tensors, in_shards(tensors, 4))
     root = str(pathlib.Path(train_mimo.__file__).parent)

@@ -36,7 +36,9 @@ def test_three_hundred_steps_leave_memory_flat(tmp_path):
     resident = f"resident {at_step[20] / 2**20:.0f} MiB at step 20, growth at most {growth:.2%}"
     print(f"{resident}; {early:.3f} s a step early, {late:.3f} s late")
     assert growth < 0.05, at_step
-    assert all(line["replay_agreement"] == 1.0 and line["logprob_gap"] < 1e-3 for line in run.lines())
+    assert all(
+        line["replay_agreement"] == 1.0 and line["logprob_gap"] < 1e-3 for line in run.lines()
+    )
 
 
 def test_two_hundred_verified_pushes_in_a_row_leave_memory_flat(engine):
@@ -47,7 +49,9 @@ def test_two_hundred_verified_pushes_in_a_row_leave_memory_flat(engine):
         assert report.target_loaded and report.drafter_loaded
         if push == 20:
             early = resident_bytes()
-    print(f"resident {early / 2**20:.0f} MiB after 20 pushes, growth {resident_bytes() / early - 1:.2%} after 200")
+    print(
+        f"resident {early / 2**20:.0f} MiB after 20 pushes, growth {resident_bytes() / early - 1:.2%} after 200"
+    )
     assert resident_bytes() < 1.05 * early
 
 

@@ -82,7 +82,9 @@ def vllm():
             for drafted, accepted in steps:
                 record.observe(drafted, accepted, detailed)
         token_ids = [5] * (1 + sum(1 + accepted for _, accepted in steps or []))
-        return CompletionOutput(index, "", token_ids, None, None, finish_reason="length", spec_decode_metrics=record)
+        return CompletionOutput(
+            index, "", token_ids, None, None, finish_reason="length", spec_decode_metrics=record
+        )
 
     def request(*completions):
         return RequestOutput("0", None, [1, 2], None, list(completions), finished=True)
@@ -126,7 +128,10 @@ def test_case_32_each_completion_of_a_vllm_request_has_its_own_record(vllm, deta
 
 def test_the_record_is_what_vllm_says_of_itself(vllm):
     completion = vllm.completion([(3, 3), (3, 0), (2, 1)], 3, detailed=True)
-    summary, own = summarize(counts_from_vllm([vllm.request(completion)])), completion.spec_decode_metrics.to_dict()
+    summary, own = (
+        summarize(counts_from_vllm([vllm.request(completion)])),
+        completion.spec_decode_metrics.to_dict(),
+    )
     assert summary["spec/accept_rate_micro"] == own["draft_acceptance_rate"]
     assert summary["spec/accept_length_micro"] == own["mean_acceptance_length"]
 
@@ -145,7 +150,9 @@ def test_case_30_an_aborted_request_is_missing_and_the_others_count(vllm):
 
 def test_the_field_of_verls_vllm_fork_is_read_for_single_completions_only():
     stats = SimpleNamespace(num_draft_tokens=12, num_accepted_tokens=9, num_verify_steps=4)
-    one = SimpleNamespace(metrics=SimpleNamespace(request_spec_decode_stats=stats), outputs=[SimpleNamespace()])
+    one = SimpleNamespace(
+        metrics=SimpleNamespace(request_spec_decode_stats=stats), outputs=[SimpleNamespace()]
+    )
     two = SimpleNamespace(metrics=one.metrics, outputs=one.outputs * 2)
     plain = SimpleNamespace(metrics=None, outputs=one.outputs)
     assert counts_from_vllm([one, two, plain]) == [SpecCounts(12, 9, 4), None, None, None]
@@ -175,7 +182,9 @@ def snapshot(*engines):
         names = (*spec_metrics.VLLM_COUNTERS, spec_metrics.VLLM_PER_POSITION)
         for name, value in zip(names, row, strict=True):
             key = "values" if isinstance(value, list) else "value"
-            metrics.append(SimpleNamespace(name=name, labels={"engine": str(engine)}, **{key: value}))
+            metrics.append(
+                SimpleNamespace(name=name, labels={"engine": str(engine)}, **{key: value})
+            )
     return metrics
 
 
@@ -184,7 +193,9 @@ def test_counters_of_two_engines_are_summed_and_one_that_went_backwards_is_missi
     after = snapshot((60, 25, 20, [13, 8, 4]), (6, 3, 2, [1, 1, 1]))
     assert counts_from_vllm_counters(before, after) == SpecCounts(33, 18, 11, (8, 6, 4))
     assert counts_from_vllm_counters(after, before) is None
-    assert counts_from_vllm_counters(before, snapshot((60, 25, 20, [13, 8, 4]))) is None  # an engine vanished
+    assert (
+        counts_from_vllm_counters(before, snapshot((60, 25, 20, [13, 8, 4]))) is None
+    )  # an engine vanished
     restarted = snapshot((60, 25, 20, [13, 8, 4]), (0, 0, 0, [0, 0, 0]))
     assert counts_from_vllm_counters(before, restarted) is None
     assert counts_from_vllm_counters([], before) == SpecCounts(33, 10, 11, (6, 3, 1))
@@ -197,7 +208,11 @@ def test_counters_of_two_engines_are_summed_and_one_that_went_backwards_is_missi
 
 def test_an_engine_without_speculation_gives_none_and_half_a_snapshot_is_refused():
     assert counts_from_vllm_counters(snapshot(), snapshot()) is None
-    no_positions = [metric for metric in snapshot((3, 1, 1, [])) if metric.name != spec_metrics.VLLM_PER_POSITION]
+    no_positions = [
+        metric
+        for metric in snapshot((3, 1, 1, []))
+        if metric.name != spec_metrics.VLLM_PER_POSITION
+    ]
     assert counts_from_vllm_counters([], no_positions) == SpecCounts(3, 1, 1)
     with pytest.raises(ValueError, match="wanted a sum of 1"):
         counts_from_vllm_counters([], snapshot((3, 1, 1, [])))
@@ -210,9 +225,13 @@ def test_the_counters_difference_is_the_sum_of_the_per_request_records(vllm, mon
     from vllm.v1.metrics import reader
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
-    registry = prometheus_client.CollectorRegistry()  # vLLM's own classes, apart from a running engine's registry
+    registry = (
+        prometheus_client.CollectorRegistry()
+    )  # vLLM's own classes, apart from a running engine's registry
     monkeypatch.setattr(reader, "REGISTRY", registry)
-    monkeypatch.setattr(SpecDecodingProm, "_counter_cls", partial(prometheus_client.Counter, registry=registry))
+    monkeypatch.setattr(
+        SpecDecodingProm, "_counter_cls", partial(prometheus_client.Counter, registry=registry)
+    )
     config, engines = SimpleNamespace(num_speculative_tokens=3), {0: ["m", "0"], 1: ["m", "1"]}
     prometheus = SpecDecodingProm(config, ["model_name", "engine"], engines)
 
@@ -249,27 +268,48 @@ SGLANG_VERSIONS = {
 
 def test_case_31_all_of_sglangs_namings_give_the_same_triple():
     for meta in SGLANG_VERSIONS.values():
-        meta = {"id": "x", "completion_tokens": 14, "spec_accept_rate": 0.75, "spec_accept_length": 3.5} | meta
+        meta = {
+            "id": "x",
+            "completion_tokens": 14,
+            "spec_accept_rate": 0.75,
+            "spec_accept_length": 3.5,
+        } | meta
         (counts,) = counts_from_sglang([meta])
         assert counts == SpecCounts(12, 9, 4) and counts.emitted_tokens == 13
-        assert summarize([counts])["spec/accept_length_micro"] == 3.25  # SGLang's 3.5 counts prefill's token
+        assert (
+            summarize([counts])["spec/accept_length_micro"] == 3.25
+        )  # SGLang's 3.5 counts prefill's token
     assert before_missing_keys_are_zero(SGLANG_VERSIONS["0.5.10"], 4) == (12, 9, 4)
-    assert before_upstream(*([x] for x in before_missing_keys_are_zero(SGLANG_VERSIONS["0.5.11"], 4))) == (0.0, 1.0)
+    assert before_upstream(
+        *([x] for x in before_missing_keys_are_zero(SGLANG_VERSIONS["0.5.11"], 4))
+    ) == (0.0, 1.0)
 
 
 def test_case_31_none_of_the_keys_is_none_and_some_of_them_an_error():
-    assert counts_from_sglang([{}, {"completion_tokens": 1}, None, {"spec_verify_ct": None}]) == [None] * 4
-    with pytest.raises(ValueError, match=r"meta_infos\[1\]: got only \['spec_verify_ct'\].* add them there"):
+    assert (
+        counts_from_sglang([{}, {"completion_tokens": 1}, None, {"spec_verify_ct": None}])
+        == [None] * 4
+    )
+    with pytest.raises(
+        ValueError, match=r"meta_infos\[1\]: got only \['spec_verify_ct'\].* add them there"
+    ):
         counts_from_sglang([{}, {"spec_verify_ct": 4, "spec_drafts_of_tomorrow": 12}])
     with pytest.raises(ValueError, match="wanted spec_verify_ct and a pair"):
         counts_from_sglang([{"spec_proposed_drafts": 12, "spec_accepted_drafts": 9}])
     with pytest.raises(ValueError, match="got only"):
-        counts_from_sglang([{"spec_proposed_drafts": 12, "spec_num_correct_drafts": 9, "spec_verify_ct": 4}])
+        counts_from_sglang(
+            [{"spec_proposed_drafts": 12, "spec_num_correct_drafts": 9, "spec_verify_ct": 4}]
+        )
 
 
 @pytest.mark.parametrize("key", ["spec_accept_histogram", "spec_correct_drafts_histogram"])
 def test_case_31_sglangs_histogram_gives_positions(key):
-    meta = {"spec_draft_token_num": 215, "spec_accept_token_num": 63, "spec_verify_ct": 43, key: [11, 14, 11, 4, 0, 3]}
+    meta = {
+        "spec_draft_token_num": 215,
+        "spec_accept_token_num": 63,
+        "spec_verify_ct": 43,
+        key: [11, 14, 11, 4, 0, 3],
+    }
     counts = counts_from_sglang([meta])
     assert counts == [SpecCounts(215, 63, 43, (32, 18, 7, 3, 3))]
     summary = summarize(counts)
@@ -281,7 +321,9 @@ def test_case_31_sglangs_histogram_gives_positions(key):
 
 def test_case_29_the_denominator_is_what_was_drafted():
     for m in range(4):
-        (counts,) = counts_from_sglang([{"spec_draft_token_num": 3, "spec_accept_token_num": m, "spec_verify_ct": 1}])
+        (counts,) = counts_from_sglang(
+            [{"spec_draft_token_num": 3, "spec_accept_token_num": m, "spec_verify_ct": 1}]
+        )
         assert summarize([counts])["spec/accept_rate_micro"] == m / 3
         assert (before_bonus_counted(m, 3) == m / 3) == (m == 3)
 
@@ -319,7 +361,11 @@ def test_case_27_micro_and_macro():
 def test_case_25_a_rollout_drafted_in_vain_reads_zero_and_one_without_drafts_reads_nothing():
     assert summarize([SpecCounts(12, 0, 4), SpecCounts(3, 0, 1)])["spec/accept_rate_micro"] == 0.0
     for nothing in ([], [None], [SpecCounts(0, 0, 0), None]):
-        assert set(summarize(nothing)) == {"spec/requests", "spec/requests_without_drafts", "spec/requests_missing"}
+        assert set(summarize(nothing)) == {
+            "spec/requests",
+            "spec/requests_without_drafts",
+            "spec/requests_missing",
+        }
 
 
 def test_upstreams_mask_drops_placeholders_and_no_input_is_no_metric():
@@ -328,7 +374,11 @@ def test_upstreams_mask_drops_placeholders_and_no_input_is_no_metric():
         metrics = compute_spec_decode_metrics(*columns, non_padding_mask=mask)
         assert metrics == {"rollout/spec_accept_rate": 1.0, "rollout/spec_accept_length": 4.0}
     assert compute_spec_decode_metrics(None, None, None) == {}
-    assert compute_spec_decode_metrics([], [], []) == compute_spec_decode_metrics([3], [1], [1], [False]) == {}
+    assert (
+        compute_spec_decode_metrics([], [], [])
+        == compute_spec_decode_metrics([3], [1], [1], [False])
+        == {}
+    )
     assert compute_spec_decode_metrics(np.array([2.0]), [1], [1])["rollout/spec_accept_rate"] == 0.5
 
 
@@ -395,11 +445,17 @@ def test_more_drafts_than_the_steps_can_hold_are_refused_where_k_is_known(vllm):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (lambda: counts_from_vllm(SimpleNamespace(outputs=[])), "request_outputs: got SimpleNamespace, wanted a list"),
+        (
+            lambda: counts_from_vllm(SimpleNamespace(outputs=[])),
+            "request_outputs: got SimpleNamespace, wanted a list",
+        ),
         (lambda: counts_from_vllm([{}]), r"request_outputs\[0\].outputs: got NoneType"),
         (lambda: counts_from_vllm_counters(None, []), "before: got NoneType"),
         (lambda: counts_from_sglang({"spec_verify_ct": 4}), "meta_infos: got dict, wanted a list"),
-        (lambda: counts_from_sglang([[4]]), r"meta_infos\[0\]: got list, wanted SGLang's meta_info"),
+        (
+            lambda: counts_from_sglang([[4]]),
+            r"meta_infos\[0\]: got list, wanted SGLang's meta_info",
+        ),
         (lambda: summarize(SpecCounts(3, 1, 1)), "counts: got SpecCounts, wanted a list"),
         (lambda: replay_acceptance([1, 2, 3], 0, [1]), "prompt_length: got 0, wanted 1 to 3"),
         (lambda: replay_acceptance([1, 2, 3], 4, [1]), "prompt_length: got 4, wanted 1 to 3"),
@@ -408,13 +464,25 @@ def test_more_drafts_than_the_steps_can_hold_are_refused_where_k_is_known(vllm):
             lambda: replay_acceptance([1, 2, 3, 4], 2, [1]),
             "draft_token_ids: got 1 for 4 tokens; pass the prompt's slots too",
         ),
-        (lambda: replay_acceptance([1, 2, 3, 4], 1, [0, -1]), r"draft_token_ids from slot 0\[1\]: got -1"),
-        (lambda: replay_acceptance([[1, 2, 3]], 1, [[1]]), r"token_ids\[0\]: got \[1, 2, 3\] \(list\)"),
+        (
+            lambda: replay_acceptance([1, 2, 3, 4], 1, [0, -1]),
+            r"draft_token_ids from slot 0\[1\]: got -1",
+        ),
+        (
+            lambda: replay_acceptance([[1, 2, 3]], 1, [[1]]),
+            r"token_ids\[0\]: got \[1, 2, 3\] \(list\)",
+        ),
         (lambda: decisions_from_gains([1, 3]), "wanted prefill's 1 and then 1 or 2 a step"),
         (lambda: decisions_from_gains([2, 1]), "wanted prefill's 1"),
         (lambda: explain_disagreement([1, 2, 3, 4], 1, [3, 4], [1, 2]), "wanted 0 or 1 a step"),
-        (lambda: explain_disagreement([1, 2, 3, 4], 1, [3, 4], [None, 1]), r"decisions\[0\]: got None"),
-        (lambda: explain_disagreement([1, 2, 3, 4], 1, [3, 4], [1], [3]), "drafts_by_cause: got list, wanted a dict"),
+        (
+            lambda: explain_disagreement([1, 2, 3, 4], 1, [3, 4], [None, 1]),
+            r"decisions\[0\]: got None",
+        ),
+        (
+            lambda: explain_disagreement([1, 2, 3, 4], 1, [3, 4], [1], [3]),
+            "drafts_by_cause: got list, wanted a dict",
+        ),
         (lambda: speedup_estimate(0.9, 0.1), "accept_length: got 0.9, wanted at least 1"),
         (lambda: speedup_estimate(1.5, float("inf")), "draft_cost_ratio: got inf"),
     ],
@@ -432,7 +500,9 @@ def test_conditional_rates_ask_how_good_a_draft_is_once_those_before_it_were_rig
         "spec/accept_rate_cond_pos_3": 4 / 6,
     }
     assert summarize(counts)["spec/accept_rate_pos_2"] == 6 / 10
-    assert conditional_rates([SpecCounts(6, 0, 2, (0, 0, 0))]) == {"spec/accept_rate_cond_pos_1": 0.0}
+    assert conditional_rates([SpecCounts(6, 0, 2, (0, 0, 0))]) == {
+        "spec/accept_rate_cond_pos_1": 0.0
+    }
     assert conditional_rates([]) == {}
 
 
@@ -447,7 +517,9 @@ def test_segments_of_a_conversation_add_up_and_a_missing_one_is_left_out():
 
 # Properties of histories: a request is a list of (drafted, accepted), one a verify step.
 
-STEP = st.integers(1, 4).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
+STEP = st.integers(1, 4).flatmap(
+    lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted))
+)
 HISTORIES = st.lists(st.lists(STEP, max_size=6), min_size=1, max_size=6)
 
 
@@ -470,7 +542,9 @@ def test_the_numbers_reconcile(histories):
     rates = [c.accepted_tokens / c.draft_tokens for c in drafted]
     assert min(rates) - 1e-12 <= summary["spec/accept_rate_micro"] <= max(rates) + 1e-12
     length = summary["spec/accept_length_micro"]
-    assert sum(summary[f"spec/accept_rate_pos_{k}"] for k in range(1, 5)) == pytest.approx(length - 1)
+    assert sum(summary[f"spec/accept_rate_pos_{k}"] for k in range(1, 5)) == pytest.approx(
+        length - 1
+    )
     assert summary["spec/emitted_length"] == pytest.approx(length)
     product = 1.0
     for k in range(1, 5):
@@ -478,7 +552,9 @@ def test_the_numbers_reconcile(histories):
         assert summary[f"spec/accept_rate_pos_{k}"] == pytest.approx(product)
     total = summarize([add_counts(counts)])
     assert total["spec/accept_length_micro"] == length
-    columns = zip(*((c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in counts), strict=True)
+    columns = zip(
+        *((c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in counts), strict=True
+    )
     columns = list(map(list, columns))
     ours = compute_spec_decode_metrics(*columns)
     assert list(ours.values()) == pytest.approx(before_upstream(*columns))
@@ -489,7 +565,11 @@ def test_the_numbers_reconcile(histories):
 def test_order_and_segmentation_do_not_matter(histories, rng):
     whole = add_counts([record(steps) for steps in histories])
     cuts = [rng.randint(0, len(steps)) for steps in histories]
-    parts = [record(part) for steps, cut in zip(histories, cuts, strict=True) for part in (steps[:cut], steps[cut:])]
+    parts = [
+        record(part)
+        for steps, cut in zip(histories, cuts, strict=True)
+        for part in (steps[:cut], steps[cut:])
+    ]
     rng.shuffle(parts)
     assert asdict(add_counts(parts)) == asdict(whole)
 
@@ -513,13 +593,29 @@ def decode(target, draft, prompt_length, max_tokens, eos=None):
 def test_the_replay_takes_one_draft_a_step_and_a_bonus_token_after_each_accepted_one():
     tokens, drafts = [1, 2, 10, 11, 12, 13, 14, 15, 16], [0, 11, 12, 99, 14, 15, 16, 0, 0]
     assert replay_acceptance(tokens, 2, drafts) == [1, 0, 1, 1]
-    assert replay_acceptance(tokens, 2, drafts[:7]) == [1, 0, 1, 1]  # the last two slots have no token to predict
-    assert replay_acceptance(torch.tensor(tokens), np.int64(2), torch.tensor(drafts)) == [1, 0, 1, 1]
-    assert replay_acceptance(tokens[:3], 2, drafts) == replay_acceptance(tokens[:2], 2, drafts) == []
+    assert replay_acceptance(tokens, 2, drafts[:7]) == [
+        1,
+        0,
+        1,
+        1,
+    ]  # the last two slots have no token to predict
+    assert replay_acceptance(torch.tensor(tokens), np.int64(2), torch.tensor(drafts)) == [
+        1,
+        0,
+        1,
+        1,
+    ]
+    assert (
+        replay_acceptance(tokens[:3], 2, drafts) == replay_acceptance(tokens[:2], 2, drafts) == []
+    )
     assert replay_acceptance([7, 7], 1, []) == replay_acceptance([7], 1, []) == []
-    assert replay_acceptance([1, 2, 3], 1, [3]) == [1] and replay_acceptance([1, 2, 3], 1, [2]) == [0]
+    assert replay_acceptance([1, 2, 3], 1, [3]) == [1] and replay_acceptance([1, 2, 3], 1, [2]) == [
+        0
+    ]
     assert replay_acceptance([1, 2, 3, 4], 1, [3, 9]) == [1]  # not [1, 0]: token 4 is the bonus
-    assert replay_acceptance([1, 2, 3, 4], 2, [-1, 4]) == [1]  # slot 0 drafts prefill's token: not read
+    assert replay_acceptance([1, 2, 3, 4], 2, [-1, 4]) == [
+        1
+    ]  # slot 0 drafts prefill's token: not read
 
 
 def test_a_request_aborted_and_resumed_is_replayed_a_segment_at_a_time():
@@ -538,17 +634,23 @@ TOKENS = st.lists(st.integers(0, 2), min_size=40, max_size=40)
 
 @quick
 @given(TOKENS, TOKENS, st.integers(1, 6), st.integers(1, 30), st.sampled_from([None, 2]))
-def test_the_replay_predicts_a_simulated_engine_to_the_last_step(target, draft, prompt_length, max_tokens, eos):
+def test_the_replay_predicts_a_simulated_engine_to_the_last_step(
+    target, draft, prompt_length, max_tokens, eos
+):
     tokens, decisions, gains = decode(target, draft, prompt_length, max_tokens, eos)
     assert replay_acceptance(tokens, prompt_length, draft[2:]) == decisions
     taken = decisions_from_gains([0, *gains, 0])
     assert len(taken) == len(decisions)
     assert all(
-        t == d or (t is None and s == len(taken) - 1) for s, (t, d) in enumerate(zip(taken, decisions, strict=True))
+        t == d or (t is None and s == len(taken) - 1)
+        for s, (t, d) in enumerate(zip(taken, decisions, strict=True))
     )
     assert explain_disagreement(tokens, prompt_length, draft[2:], taken)["agrees"]
     cut = len(decisions) + sum(decisions) + 1 - (len(tokens) - prompt_length)
-    assert cut in (0, decisions[-1] if decisions else 0)  # emitted = accepted + steps + 1, or a bonus token was cut
+    assert cut in (
+        0,
+        decisions[-1] if decisions else 0,
+    )  # emitted = accepted + steps + 1, or a bonus token was cut
 
 
 def test_the_replay_predicts_vllms_own_scheduler_at_every_kind_of_end(vllm, tmp_path):
@@ -568,14 +670,18 @@ def test_the_replay_predicts_vllms_own_scheduler_at_every_kind_of_end(vllm, tmp_
             output.spec_decode_metrics.per_step_accepted,
             replay_acceptance(tokens, prompt_length, draft[2:]),
         )
-        if kind == "max_model_len" and replay != decisions:  # the one end that vLLM does not draft for
+        if (
+            kind == "max_model_len" and replay != decisions
+        ):  # the one end that vLLM does not draft for
             assert replay[:-1] == decisions and len(tokens) == 40
             report = explain_disagreement(tokens, prompt_length, draft[2:], decisions)
             assert "the decisions emit 1 tokens too few" in report["message"]
             kind = "not drafted"
         else:
             assert replay == decisions
-            output = SimpleNamespace(outputs=[SimpleNamespace(spec_decode_metrics=output.spec_decode_metrics)])
+            output = SimpleNamespace(
+                outputs=[SimpleNamespace(spec_decode_metrics=output.spec_decode_metrics)]
+            )
             (counts,) = counts_from_vllm([output])
             cut = counts.accepted_tokens + counts.verify_steps + 1 - (len(tokens) - prompt_length)
             kind += f", {cut} cut"
@@ -614,22 +720,37 @@ def vllm_scheduler(folder, max_model_len):
         "intermediate_size": 96,
         "vocab_size": 8,
     }
-    kind = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 64}
+    kind = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 64,
+    }
     (folder / "config.json").write_text(json.dumps(sizes | kind))
     cache = CacheConfig(block_size=16, enable_prefix_caching=False)
     cache.num_gpu_blocks = 100
     config = VllmConfig(
-        model_config=ModelConfig(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len),
+        model_config=ModelConfig(
+            str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
+        ),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=max_model_len, is_encoder_decoder=False
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=max_model_len,
+            is_encoder_decoder=False,
         ),
         cache_config=cache,
-        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=1, prompt_lookup_max=2),
+        speculative_config=SpeculativeConfig(
+            method="ngram", num_speculative_tokens=1, prompt_lookup_max=2
+        ),
         observability_config=ObservabilityConfig(per_request_spec_decode_metrics="detailed"),
     )
     layer = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    blocks = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
-    scheduler = Scheduler(config, blocks, StructuredOutputManager(config), block_size=16, log_stats=True)
+    blocks = KVCacheConfig(
+        num_blocks=100, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)]
+    )
+    scheduler = Scheduler(
+        config, blocks, StructuredOutputManager(config), block_size=16, log_stats=True
+    )
 
     def schedule(name, target, draft, prompt_length, max_tokens):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -673,7 +794,10 @@ def test_a_disagreement_names_the_step_the_drafts_and_the_fault_that_explains_ev
         "message": "step 2, index 6: the engine's draft was != 14, the trainer's is 14; explained by ['stale drafter']",
     }
     assert explain_disagreement(tokens, 2, stale, [1, 0, 1, 1])["engine_draft"] == "== 14"
-    assert "none of ['halves" in explain_disagreement(tokens, 2, drafts, engine, {"halves": unswapped})["message"]
+    assert (
+        "none of ['halves"
+        in explain_disagreement(tokens, 2, drafts, engine, {"halves": unswapped})["message"]
+    )
     agreed = explain_disagreement(tokens, 2, drafts, [1, 0, 1, 1], faults)
     assert agreed["agrees"] and agreed["causes"] == [] and agreed["first_step"] is None
     assert explain_disagreement(tokens, 2, drafts, [1, 0, 1, None])["agrees"]
@@ -681,23 +805,43 @@ def test_a_disagreement_names_the_step_the_drafts_and_the_fault_that_explains_ev
 
 def test_decisions_that_do_not_cover_the_sequence_are_reported_as_such():
     tokens, drafts = [1, 2, 10, 11, 12, 13, 14, 15, 16], [0, 11, 12, 99, 14, 15, 16, 0, 0]
-    padded = explain_disagreement(tokens, 2, drafts, [0, 1, 0, 1, 1])  # a prefill padded to a verify step
-    assert not padded["agrees"] and "emit 1 tokens too many" not in padded["message"]  # could still be a cut bonus
+    padded = explain_disagreement(
+        tokens, 2, drafts, [0, 1, 0, 1, 1]
+    )  # a prefill padded to a verify step
+    assert (
+        not padded["agrees"] and "emit 1 tokens too many" not in padded["message"]
+    )  # could still be a cut bonus
     short = explain_disagreement(tokens, 2, drafts, [1, 0])
-    assert short["first_step"] is None and "2 decisions, the replay 4, equal as far as both go" in short["message"]
+    assert (
+        short["first_step"] is None
+        and "2 decisions, the replay 4, equal as far as both go" in short["message"]
+    )
     assert "emit 3 tokens too few" in short["message"]
-    assert "emit 1 tokens too many" in explain_disagreement(tokens, 2, drafts, [0, 1, 0, 1, 0])["message"]
-    assert "emit 2 tokens too many" in explain_disagreement(tokens, 2, drafts, [1, 0, 1, 1, 0])["message"]
+    assert (
+        "emit 1 tokens too many"
+        in explain_disagreement(tokens, 2, drafts, [0, 1, 0, 1, 0])["message"]
+    )
+    assert (
+        "emit 2 tokens too many"
+        in explain_disagreement(tokens, 2, drafts, [1, 0, 1, 1, 0])["message"]
+    )
 
 
 @quick
 @given(TOKENS, TOKENS, TOKENS, st.integers(1, 6))
-def test_a_planted_fault_is_found_whenever_it_changed_a_decision(target, draft, faulty, prompt_length):
+def test_a_planted_fault_is_found_whenever_it_changed_a_decision(
+    target, draft, faulty, prompt_length
+):
     tokens, decisions, _ = decode(target, faulty, prompt_length, 30)
-    report = explain_disagreement(tokens, prompt_length, draft[2:], decisions, {"fault": faulty[2:]})
+    report = explain_disagreement(
+        tokens, prompt_length, draft[2:], decisions, {"fault": faulty[2:]}
+    )
     assert report["agrees"] == (replay_acceptance(tokens, prompt_length, draft[2:]) == decisions)
     if not report["agrees"]:
-        assert report["causes"] == ["fault"] and report["trainer_draft"] == draft[report["token_index"]]
+        assert (
+            report["causes"] == ["fault"]
+            and report["trainer_draft"] == draft[report["token_index"]]
+        )
         implied = report["engine_draft"] == f"== {report['token']}"
         assert implied == (faulty[report["token_index"]] == report["token"])
         assert implied != (report["trainer_draft"] == report["token"])
@@ -712,7 +856,9 @@ def test_the_estimated_speedup_is_that_of_a_simulated_decode_loop(accuracy):
     target = [rng.randint(0, 9) for _ in range(3003)]
     draft = [token if rng.random() < accuracy else token + 1 for token in target]
     _, decisions, gains = decode(target, draft, 1, 3000)
-    seconds = sum(1.0 + draft_cost_ratio for _ in decisions)  # verify and draft, after a prefill both ways
+    seconds = sum(
+        1.0 + draft_cost_ratio for _ in decisions
+    )  # verify and draft, after a prefill both ways
     speedup = (sum(gains[1:]) / seconds) / (sum(gains[1:]) / sum(1.0 for _ in target[2:3001]))
     counts = SpecCounts(len(decisions), sum(decisions), len(decisions), None, sum(gains[1:]))
     summary = summarize([counts])
@@ -729,7 +875,10 @@ def test_at_break_even_speculation_neither_pays_nor_costs():
         "spec/break_even_accept_length": 1.25,
         "spec/break_even_accepted_per_step": 0.25,
     }
-    assert speedup_estimate(estimate["spec/break_even_accept_length"], 0.25)["spec/speedup_estimate"] == 1.0
+    assert (
+        speedup_estimate(estimate["spec/break_even_accept_length"], 0.25)["spec/speedup_estimate"]
+        == 1.0
+    )
 
 
 # Whatever comes in, an answer or an error of ours.
@@ -739,20 +888,47 @@ JUNK = st.recursive(
     | st.booleans()
     | st.integers(-3, 9)
     | st.floats()
-    | st.sampled_from(["", "12", b"1", 10**400, 1j, np.array([1, 2]), np.array(3), np.float32(2), torch.tensor([2, 1])])
-    | st.builds(SpecCounts, st.integers(-1, 9), st.integers(-1, 9), st.integers(-1, 3), st.none() | st.just((1, 1)))
-    | st.builds(lambda x: SimpleNamespace(outputs=x, spec_decode_metrics=x), st.lists(st.none(), max_size=2)),
+    | st.sampled_from(
+        [
+            "",
+            "12",
+            b"1",
+            10**400,
+            1j,
+            np.array([1, 2]),
+            np.array(3),
+            np.float32(2),
+            torch.tensor([2, 1]),
+        ]
+    )
+    | st.builds(
+        SpecCounts,
+        st.integers(-1, 9),
+        st.integers(-1, 9),
+        st.integers(-1, 3),
+        st.none() | st.just((1, 1)),
+    )
+    | st.builds(
+        lambda x: SimpleNamespace(outputs=x, spec_decode_metrics=x), st.lists(st.none(), max_size=2)
+    ),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["spec_verify_ct", *sum(spec_metrics.SGLANG_NAMES, ()), "x"]), inner, max_size=4
+            st.sampled_from(["spec_verify_ct", *sum(spec_metrics.SGLANG_NAMES, ()), "x"]),
+            inner,
+            max_size=4,
         )
         | st.builds(
             lambda name, value: SimpleNamespace(name=name, labels={}, value=value, values=value),
             st.sampled_from([*spec_metrics.VLLM_COUNTERS, spec_metrics.VLLM_PER_POSITION]),
             inner,
         )
-        | st.builds(lambda x: SimpleNamespace(outputs=[SimpleNamespace(spec_decode_metrics=x, token_ids=x)]), inner)
+        | st.builds(
+            lambda x: SimpleNamespace(
+                outputs=[SimpleNamespace(spec_decode_metrics=x, token_ids=x)]
+            ),
+            inner,
+        )
         | st.builds(lambda x, n: SimpleNamespace(histogram=x, num_draft_tokens=n), inner, inner)
     ),
     max_leaves=6,
@@ -782,7 +958,9 @@ def test_junk_gives_an_answer_or_an_error_raised_by_the_module_itself(function, 
         result = function(*arguments)
     except (ValueError, TypeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        assert frame.filename == spec_metrics.__file__ and frame.line.startswith("raise "), arguments
+        assert frame.filename == spec_metrics.__file__ and frame.line.startswith("raise "), (
+            arguments
+        )
     else:
         json.dumps(result, default=asdict, allow_nan=False)
 
@@ -791,8 +969,18 @@ def test_the_file_runs_alone_and_prints_its_picture(tmp_path):
     shutil.copy(spec_metrics.__file__, tmp_path)
     check = "import sys, spec_metrics; assert not {'numpy', 'torch', 'vllm'} & set(sys.modules); spec_metrics.main()"
     command = [sys.executable, "-c", check]
-    picture = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    for number in ("0.2500", "1.4167", "0.6000", "2.8000", "0.3750", "2.1250", "explained by ['stale drafter']"):
+    picture = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    for number in (
+        "0.2500",
+        "1.4167",
+        "0.6000",
+        "2.8000",
+        "0.3750",
+        "2.1250",
+        "explained by ['stale drafter']",
+    ):
         assert number in picture
     rows = [line.split() for line in picture.splitlines()]
     assert ["decision", ".", ".", ".", "1", ".", "0", "1", ".", "1"] in rows

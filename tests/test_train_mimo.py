@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import toy.model
 import train_mimo
 from drafter_sync import hf_to_megatron, megatron_to_hf, sync_weights
 from ref_disable import skip_mtp
@@ -94,19 +95,27 @@ def test_what_cannot_run_is_refused_in_one_sentence_that_names_the_argument(refu
     assert re.fullmatch(rf"train_mimo\.py: .*{re.escape(text)}\b.*\n", said), said
 
 
-@pytest.mark.parametrize("argv", ["--steps x", "--lr fast", "--device tpu", "--drafter old", "--engine x", "--unfix x"])
+@pytest.mark.parametrize(
+    "argv", ["--steps x", "--lr fast", "--device tpu", "--drafter old", "--engine x", "--unfix x"]
+)
 def test_what_is_no_value_of_an_argument_is_refused_by_name(refused, argv):
-    assert re.search(rf"error: argument {argv.split()[0]}: invalid .*'{argv.split()[1]}'", refused(*argv.split()))
+    assert re.search(
+        rf"error: argument {argv.split()[0]}: invalid .*'{argv.split()[1]}'", refused(*argv.split())
+    )
 
 
 def test_an_unknown_argument_is_refused_by_name(refused):
     assert "--colour" in refused("--colour", "red")
 
 
-def test_a_folder_that_holds_something_is_left_alone_unless_overwrite_is_given(refused, tmp_path, monkeypatch):
+def test_a_folder_that_holds_something_is_left_alone_unless_overwrite_is_given(
+    refused, tmp_path, monkeypatch
+):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
-    assert re.fullmatch(r"train_mimo\.py: --out out is not empty.*--overwrite\n", refused("--out", "out"))
+    assert re.fullmatch(
+        r"train_mimo\.py: --out out is not empty.*--overwrite\n", refused("--out", "out")
+    )
     started = []
     monkeypatch.setattr(train_mimo, "train", lambda *args: started.append(args))
     assert train_mimo.main(["--out", "out", "--overwrite"]) == 0 and len(started) == 1
@@ -115,13 +124,17 @@ def test_a_folder_that_holds_something_is_left_alone_unless_overwrite_is_given(r
 def test_out_must_be_a_folder_that_can_be_made(refused, tmp_path):
     (tmp_path / "file").write_text("")
     for out in ("file", "file/below"):
-        assert re.fullmatch(rf"train_mimo\.py: --out {out} cannot be written.*\n", refused("--out", out))
+        assert re.fullmatch(
+            rf"train_mimo\.py: --out {out} cannot be written.*\n", refused("--out", out)
+        )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_out_must_be_writable(refused, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert re.fullmatch(r"train_mimo\.py: --out locked/out cannot be written.*\n", refused("--out", "locked/out"))
+    assert re.fullmatch(
+        r"train_mimo\.py: --out locked/out cannot be written.*\n", refused("--out", "locked/out")
+    )
 
 
 @pytest.mark.parametrize("out", ["", "/proc/nowhere"])
@@ -140,7 +153,9 @@ def test_help_says_a_sentence_and_a_default_on_every_argument(capsys):
         assert sentence and sentence in squeezed
 
 
-def test_a_fault_during_the_run_is_one_sentence_and_a_code_of_its_own(monkeypatch, capsys, tmp_path):
+def test_a_fault_during_the_run_is_one_sentence_and_a_code_of_its_own(
+    monkeypatch, capsys, tmp_path
+):
     def fail(error, *argv):
         def train(*args):
             raise error
@@ -152,7 +167,9 @@ def test_a_fault_during_the_run_is_one_sentence_and_a_code_of_its_own(monkeypatc
     assert (code, said) == (1, "train_mimo.py: RuntimeError: the engine is gone\n")
     (tmp_path / "out" / "state.safetensors").touch()
     code, said = fail(RuntimeError("the engine is gone"), "--overwrite")
-    assert code == 1 and said.count("\n") == 1 and "--resume" in said, "there is a save to go on from"
+    assert code == 1 and said.count("\n") == 1 and "--resume" in said, (
+        "there is a save to go on from"
+    )
     code, said = fail(KeyboardInterrupt(), "--overwrite")
     assert code == 130 and said.count("\n") == 1 and "interrupted" in said
 
@@ -174,7 +191,9 @@ def launch(out, *argv):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return SimpleNamespace(out=out, stdout=done.stdout.splitlines(), stderr=done.stderr, lines=lines)
+    return SimpleNamespace(
+        out=out, stdout=done.stdout.splitlines(), stderr=done.stderr, lines=lines
+    )
 
 
 @pytest.fixture(scope="module")
@@ -212,37 +231,51 @@ def test_trainer_and_engine_agree_on_every_step_and_nothing_is_said_on_stderr(sh
 
 
 @pytest.mark.engine
-def test_the_run_leaves_curves_and_a_hugging_face_checkpoint_that_fills_a_model(short_run, megatron):
+def test_the_run_leaves_curves_and_a_hugging_face_checkpoint_that_fills_a_model(
+    short_run, megatron
+):
     assert (short_run.out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     folder = short_run.out / "checkpoint"
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "mimo" and config["architectures"] == ["MiMoForCausalLM"]
     assert config["num_nextn_predict_layers"] == 1 and config["max_position_embeddings"] >= 128
     tensors = load_file(folder / "model.safetensors")
-    model = train_mimo.build_model(config)
+    model = toy.model.build_model(config)
     parameters = dict(model.named_parameters())
     filled = dict(hf_to_megatron(tensors, config, parameters))
-    assert filled.keys() == parameters.keys() and all(tensor.isfinite().all() for tensor in tensors.values())
+    assert filled.keys() == parameters.keys() and all(
+        tensor.isfinite().all() for tensor in tensors.values()
+    )
     start = load_file(short_run.out / "reference" / "model.safetensors")
-    assert {name for name in tensors if torch.equal(tensors[name], start[name])} == set(), "every tensor was trained"
+    assert {name for name in tensors if torch.equal(tensors[name], start[name])} == set(), (
+        "every tensor was trained"
+    )
 
 
 @pytest.mark.engine
 def test_the_screen_says_what_the_reference_saves(short_run, megatron):
-    mtp = train_mimo.build_model(train_mimo.mimo_config()).mtp
+    mtp = toy.model.build_model(toy.model.mimo_config()).mtp
     num_bytes = sum(parameter.nbytes for parameter in mtp.parameters())
-    assert any(f"parameters, {num_bytes:,} bytes of MTP layers not built" in line for line in short_run.stdout)
+    assert any(
+        f"parameters, {num_bytes:,} bytes of MTP layers not built" in line
+        for line in short_run.stdout
+    )
 
 
 @pytest.mark.engine
-def test_the_same_seed_gives_the_same_numbers_also_with_the_engine_in_a_process_of_its_own(short_run, tmp_path):
+def test_the_same_seed_gives_the_same_numbers_also_with_the_engine_in_a_process_of_its_own(
+    short_run, tmp_path
+):
     again = launch(tmp_path / "out", *SHORT, "--engine", "process")
     assert without_times(again.lines) == without_times(short_run.lines)
 
 
 @pytest.mark.engine
 def test_a_frozen_drafter_is_soon_out_of_step_and_that_is_what_was_asked_for(tmp_path):
-    run = launch(tmp_path / "out", *"--drafter frozen --steps 3 --warmup-steps 40 --prompts 16 --lr 4e-3".split())
+    run = launch(
+        tmp_path / "out",
+        *"--drafter frozen --steps 3 --warmup-steps 40 --prompts 16 --lr 4e-3".split(),
+    )
     agreement = [line["replay_agreement"] for line in run.lines]
     assert agreement[0] == 1.0 and agreement[-1] < 0.95
     assert run.lines[-1]["logprob_gap"] < 1e-3, "the target is pushed all the same"
@@ -250,10 +283,20 @@ def test_a_frozen_drafter_is_soon_out_of_step_and_that_is_what_was_asked_for(tmp
 
 
 @pytest.mark.engine
-def test_without_speculation_the_push_goes_to_the_target_alone_and_nothing_is_said_of_drafts(tmp_path):
-    run = launch(tmp_path / "out", *"--drafter none --steps 2 --warmup-steps 5 --prompts 8 --lr 4e-3".split())
-    assert [line["accept_rate"] for line in run.lines] == [line["replay_agreement"] for line in run.lines] == [None] * 2
-    assert run.lines[1]["kl"] != 0 and run.lines[1]["logprob_gap"] < 1e-4, "the engine samples from the pushed policy"
+def test_without_speculation_the_push_goes_to_the_target_alone_and_nothing_is_said_of_drafts(
+    tmp_path,
+):
+    run = launch(
+        tmp_path / "out", *"--drafter none --steps 2 --warmup-steps 5 --prompts 8 --lr 4e-3".split()
+    )
+    assert (
+        [line["accept_rate"] for line in run.lines]
+        == [line["replay_agreement"] for line in run.lines]
+        == [None] * 2
+    )
+    assert run.lines[1]["kl"] != 0 and run.lines[1]["logprob_gap"] < 1e-4, (
+        "the engine samples from the pushed policy"
+    )
     assert run.stderr == ""
 
 
@@ -266,35 +309,58 @@ def test_the_same_arguments_twice_give_the_same_numbers(short_run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_push_that_forgets_the_drafter_is_a_warning_that_names_it(tmp_path):
-    run = launch(tmp_path / "out", *"--unfix sync --steps 3 --warmup-steps 40 --prompts 16 --lr 4e-3".split())
-    assert re.search(r"WARNING: The engine does not draft what the trainer would.*stale drafter", run.stderr)
+    run = launch(
+        tmp_path / "out", *"--unfix sync --steps 3 --warmup-steps 40 --prompts 16 --lr 4e-3".split()
+    )
+    assert re.search(
+        r"WARNING: The engine does not draft what the trainer would.*stale drafter", run.stderr
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_with_the_defaults_the_reward_rises_and_only_a_synced_drafter_keeps_up(tmp_path, seed):
-    synced, frozen = (launch(tmp_path / d, "--seed", str(seed), "--drafter", d).lines for d in ("synced", "frozen"))
+    synced, frozen = (
+        launch(tmp_path / d, "--seed", str(seed), "--drafter", d).lines
+        for d in ("synced", "frozen")
+    )
     assert synced[0]["reward"] < 0.5 and synced[-1]["reward"] >= 0.9
-    assert synced[-1]["accept_rate"] >= 0.75 and frozen[-1]["accept_rate"] <= synced[-1]["accept_rate"] - 0.25
-    assert all(line["replay_agreement"] >= 0.999 for line in synced) and frozen[-1]["replay_agreement"] < 0.95
+    assert (
+        synced[-1]["accept_rate"] >= 0.75
+        and frozen[-1]["accept_rate"] <= synced[-1]["accept_rate"] - 0.25
+    )
+    assert (
+        all(line["replay_agreement"] >= 0.999 for line in synced)
+        and frozen[-1]["replay_agreement"] < 0.95
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # The PPO step, without an engine
 # ------------------------------------------------------------------------------------------------------------------
 
-SMALL = dict(layers=1, hidden=64, heads=2, groups=1, ffn=64, prompts=6, minibatches=2, response_tokens=8)
+SMALL = dict(
+    layers=1, hidden=64, heads=2, groups=1, ffn=64, prompts=6, minibatches=2, response_tokens=8
+)
 
 
 def build(args):
     """Actor, value head, optimizer and step of train_mimo.build_trainer, with every weight random."""
-    hf_config = train_mimo.mimo_config(
-        num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_groups=args.groups, ffn_size=args.ffn
+    hf_config = toy.model.mimo_config(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_heads=args.heads,
+        num_groups=args.groups,
+        ffn_size=args.ffn,
     )
-    actor, value_head, _, optimizer, step, _ = train_mimo.build_trainer(args, hf_config, "cpu", torch.float32)
+    actor, value_head, _, optimizer, step, _ = train_mimo.build_trainer(
+        args, hf_config, "cpu", torch.float32
+    )
     random_weights(actor, 1)
-    return SimpleNamespace(actor=actor, value_head=value_head, optimizer=optimizer, step=step, hf_config=hf_config)
+    return SimpleNamespace(
+        actor=actor, value_head=value_head, optimizer=optimizer, step=step, hf_config=hf_config
+    )
 
 
 def rollout(actor, num=6, seed=0):
@@ -319,13 +385,17 @@ def updated(**arguments):
     built = build(args)
     before = {name: p.detach().clone() for name, p in built.actor.named_parameters()}
     samples, generator = rollout(built.actor), torch.Generator().manual_seed(0)
-    metrics = train_mimo.update(built.actor, built.value_head, built.step, samples, args, generator, "cpu")
+    metrics = train_mimo.update(
+        built.actor, built.value_head, built.step, samples, args, generator, "cpu"
+    )
     return dict(built.actor.named_parameters()), metrics, before
 
 
 def changed(first, second, of_mtp):
     """Names of the parameters of MTP layer or policy that are not bitwise equal."""
-    return {n for n in first if n.startswith("mtp.") == of_mtp and not torch.equal(first[n], second[n])}
+    return {
+        n for n in first if n.startswith("mtp.") == of_mtp and not torch.equal(first[n], second[n])
+    }
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +408,9 @@ def test_the_policys_update_is_bitwise_the_same_with_the_mtp_loss_on_and_off(usu
     off, metrics, _ = updated(mtp_scale=0.0)
     assert changed(on, off, of_mtp=False) == set() and metrics["mtp_grad_norm"] == 0
     names = set(on)
-    assert changed(on, before, of_mtp=False) == {name for name in names if not name.startswith("mtp.")}
+    assert changed(on, before, of_mtp=False) == {
+        name for name in names if not name.startswith("mtp.")
+    }
     assert changed(on, before, of_mtp=True) == {name for name in names if name.startswith("mtp.")}
     assert changed(off, before, of_mtp=True) == set() and metrics["mtp_loss"] > 0
 
@@ -355,7 +427,10 @@ def test_before_prompt_tokens_trained_the_mtp_layer(usual_update):
 
 def test_recompute_changes_no_bit_of_the_update(usual_update):
     parameters = updated(recompute=False)[0]
-    assert changed(usual_update[0], parameters, False) | changed(usual_update[0], parameters, True) == set()
+    assert (
+        changed(usual_update[0], parameters, False) | changed(usual_update[0], parameters, True)
+        == set()
+    )
 
 
 def test_the_first_ratio_is_one_and_clipping_starts_with_the_second_update(megatron):
@@ -380,25 +455,38 @@ def slow_advantages(rewards, values, gamma, lam):
     """Generalized advantage estimation by its definition: the discounted sum of all later temporal differences."""
     values = [*values, 0.0]
     deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+    return [
+        sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
 
 
 def test_advantages_by_hand():
     args = Args(gamma=0.5, gae_lambda=0.5)
     advantages, returns = train_mimo.estimate_advantages([1.0, 0.0, 1.0], [0.0, 1.0, 0.5], args)
-    assert advantages == [1.34375, -0.625, 0.5]  # differences 1.5, -0.75, 0.5; each later one counts a quarter
+    assert advantages == [
+        1.34375,
+        -0.625,
+        0.5,
+    ]  # differences 1.5, -0.75, 0.5; each later one counts a quarter
     assert returns == [1.34375, 0.375, 1.0]
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(
-    st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=9), st.floats(0, 1), st.floats(0, 1)
+    st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=9),
+    st.floats(0, 1),
+    st.floats(0, 1),
 )
 def test_advantages_equal_the_definition(steps, gamma, lam):
     rewards, values = map(list, zip(*steps, strict=True))
-    advantages, returns = train_mimo.estimate_advantages(rewards, values, Args(gamma=gamma, gae_lambda=lam))
+    advantages, returns = train_mimo.estimate_advantages(
+        rewards, values, Args(gamma=gamma, gae_lambda=lam)
+    )
     assert advantages == pytest.approx(slow_advantages(rewards, values, gamma, lam), abs=1e-9)
-    assert returns == pytest.approx([a + value for a, value in zip(advantages, values, strict=True)])
+    assert returns == pytest.approx(
+        [a + value for a, value in zip(advantages, values, strict=True)]
+    )
 
 
 def test_a_batch_packs_the_samples_and_masks_what_each_slot_may_learn():
@@ -435,10 +523,16 @@ def test_prompts_follow_the_seed_and_keep_to_the_lengths_asked_for():
     assert prompts(1) == prompts(1) != prompts(2)
     assert {len(prompt) for prompt, _ in prompts(1)} == {2, 3, 4, 5, 6}
     assert {length for _, length in prompts(1)} == {5, 6, 7, 8, 9, 10}
-    assert all((b - a) % 64 in (1, 2) for prompt, _ in prompts(1) for a, b in zip(prompt, prompt[1:], strict=False))
+    assert all(
+        (b - a) % 64 in (1, 2)
+        for prompt, _ in prompts(1)
+        for a, b in zip(prompt, prompt[1:], strict=False)
+    )
 
 
-def test_the_reference_builds_no_mtp_layer_reads_no_mtp_tensor_and_is_the_actors_trunk(megatron, tmp_path, monkeypatch):
+def test_the_reference_builds_no_mtp_layer_reads_no_mtp_tensor_and_is_the_actors_trunk(
+    megatron, tmp_path, monkeypatch
+):
     built = build(Args(**SMALL))
     train_mimo.write_checkpoint(built.actor, built.hf_config, tmp_path)
     read, safe_open = [], train_mimo.safe_open
@@ -446,15 +540,21 @@ def test_the_reference_builds_no_mtp_layer_reads_no_mtp_tensor_and_is_the_actors
     @contextlib.contextmanager
     def watched(*args):
         with safe_open(*args) as file:
-            yield SimpleNamespace(keys=file.keys, get_tensor=lambda name: read.append(name) or file.get_tensor(name))
+            yield SimpleNamespace(
+                keys=file.keys, get_tensor=lambda name: read.append(name) or file.get_tensor(name)
+            )
 
     monkeypatch.setattr(train_mimo, "safe_open", watched)
     reference = train_mimo.load_reference(tmp_path, built.hf_config)
     assert not [name for name, _ in reference.named_parameters() if "mtp" in name]
-    assert sorted(read) == sorted(n for n in load_file(tmp_path / "model.safetensors") if "mtp" not in n)
+    assert sorted(read) == sorted(
+        n for n in load_file(tmp_path / "model.safetensors") if "mtp" not in n
+    )
     batch = train_mimo.make_batch(rollout(built.actor), "cpu")
     with torch.no_grad(), skip_mtp(built.actor):
-        assert torch.equal(train_mimo.forward(reference, batch), train_mimo.forward(built.actor, batch))
+        assert torch.equal(
+            train_mimo.forward(reference, batch), train_mimo.forward(built.actor, batch)
+        )
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert built.hf_config["num_nextn_predict_layers"] == 1, "the actor's config is left alone"
 
@@ -478,7 +578,9 @@ def test_the_reference_builds_no_mtp_layer_reads_no_mtp_tensor_and_is_the_actors
 def test_what_a_run_must_not_pass_over_in_silence(metrics, arguments, device, text):
     usual = {"accept_rate": 0.5, "replay_agreement": 1.0, "logprob_gap": 1e-6}
     problems = list(train_mimo.problems_of(usual | metrics, Args(**arguments), device))
-    assert len(problems) == len(text) and all(part in problem for part, problem in zip(text, problems, strict=True))
+    assert len(problems) == len(text) and all(
+        part in problem for part, problem in zip(text, problems, strict=True)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -509,7 +611,9 @@ def plant_stale_drafter(engine, monkeypatch):
 
 
 def plant_unswapped_halves(engine, monkeypatch):
-    sync_weights(engine[0], train_mimo.unswap(megatron_to_hf(engine[1].named_parameters(), engine[2])))
+    sync_weights(
+        engine[0], train_mimo.unswap(megatron_to_hf(engine[1].named_parameters(), engine[2]))
+    )
 
 
 def drafter_layer(engine):
@@ -521,16 +625,22 @@ def plant_state_after_the_norm(engine, monkeypatch):
     layer, norm = drafter_layer(engine)
     stock = layer.forward
     monkeypatch.setattr(
-        layer, "forward", lambda embeds, positions, hidden, *rest: stock(embeds, positions, norm(hidden))
+        layer,
+        "forward",
+        lambda embeds, positions, hidden, *rest: stock(embeds, positions, norm(hidden)),
     )
 
 
 def plant_embedding_at_position_0(engine, monkeypatch):
     layer, _ = drafter_layer(engine)
 
-    def forward(embeds, positions, hidden, *rest):  # vLLM's own, but for the embedding that it zeroes
+    def forward(
+        embeds, positions, hidden, *rest
+    ):  # vLLM's own, but for the embedding that it zeroes
         both = torch.cat([layer.hidden_layernorm(hidden), layer.token_layernorm(embeds)], -1)
-        hidden, residual = layer.mtp_block(positions=positions, hidden_states=layer.input_proj(both), residual=None)
+        hidden, residual = layer.mtp_block(
+            positions=positions, hidden_states=layer.input_proj(both), residual=None
+        )
         return layer.final_layernorm(residual + hidden)
 
     monkeypatch.setattr(layer, "forward", forward)
@@ -554,7 +664,9 @@ def test_a_fault_planted_in_the_engine_is_named_by_its_decisions(engine, monkeyp
     samples, batch = roll(engine)
     drafts, weights = train_mimo.trainer_drafts(model, batch), mtp_weights(model)
     causes = train_mimo.drafts_by_cause(model, batch, pushed)
-    assert set(causes) == set(FAULTS) and all(torch.equal(w, weights[name]) for name, w in mtp_weights(model).items())
+    assert set(causes) == set(FAULTS) and all(
+        torch.equal(w, weights[name]) for name, w in mtp_weights(model).items()
+    )
     agreement = {
         name: train_mimo.acceptance(samples, of, Args())["replay_agreement"]
         for name, of in {"none": drafts, **causes}.items()
@@ -586,7 +698,10 @@ def test_the_replay_is_vllms_own_list_of_decisions(engine, temperature):
     drafts = train_mimo.trainer_drafts(engine[1], batch)
     num_decisions = 0
     for s, of_sample in zip(samples, drafts, strict=True):
-        assert replay_acceptance(s["prompt"] + s["response"], len(s["prompt"]), of_sample) == s["decisions"]
+        assert (
+            replay_acceptance(s["prompt"] + s["response"], len(s["prompt"]), of_sample)
+            == s["decisions"]
+        )
         num_decisions += len(s["decisions"])
     assert num_decisions > 1000
 
@@ -597,18 +712,29 @@ def test_several_completions_a_prompt_have_a_record_each_and_their_sum_is_the_co
 
     push(engine, 25)
     llm = engine[0]
-    params = SamplingParams(n=3, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        n=3, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True, detokenize=False
+    )
     before = llm.get_metrics()
-    outputs = llm.generate([{"prompt_token_ids": [i, 1 + i, 2 + i]} for i in range(8)], params, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": [i, 1 + i, 2 + i]} for i in range(8)], params, use_tqdm=False
+    )
     records, total = counts_from_vllm(outputs), counts_from_vllm_counters(before, llm.get_metrics())
     assert len(records) == 24 and None not in records
     for name in ("draft_tokens", "accepted_tokens", "verify_steps"):
         assert getattr(total, name) == sum(getattr(record, name) for record in records)
-    for record in records:  # 20 tokens, less prefill's own; the stop may cut the last bonus token off
-        assert record.emitted_tokens == 19 and record.accepted_tokens + record.verify_steps in (19, 20)
+    for (
+        record
+    ) in records:  # 20 tokens, less prefill's own; the stop may cut the last bonus token off
+        assert record.emitted_tokens == 19 and record.accepted_tokens + record.verify_steps in (
+            19,
+            20,
+        )
     summary = summarize(records)
     assert json.loads(json.dumps(summary)) == summary and summary["spec/requests"] == 24
-    assert summary["spec/accept_rate_pos_1"] == pytest.approx(summary["spec/accept_length_micro"] - 1)
+    assert summary["spec/accept_rate_pos_1"] == pytest.approx(
+        summary["spec/accept_length_micro"] - 1
+    )
 
 
 @pytest.mark.engine  # for vLLM is imported
@@ -632,13 +758,20 @@ def test_scoring_a_rollout_runs_no_mtp_layer_and_gives_the_engines_own_log_probs
     _, model, hf_config = engine
     samples, batch = roll(engine, temperature=0.7, num=8)
     train_mimo.write_checkpoint(model, hf_config, tmp_path)
-    reference, value_head = train_mimo.load_reference(tmp_path, hf_config), torch.nn.Linear(hf_config["hidden_size"], 1)
+    reference, value_head = (
+        train_mimo.load_reference(tmp_path, hf_config),
+        torch.nn.Linear(hf_config["hidden_size"], 1),
+    )
     hooks = [
         model.mtp.layers[0].register_forward_hook(lambda *unused: pytest.fail("an MTP layer ran")),
-        model.decoder.final_layernorm.register_forward_hook(lambda m, _, out: setattr(model, "trunk_state", out)),
+        model.decoder.final_layernorm.register_forward_hook(
+            lambda m, _, out: setattr(model, "trunk_state", out)
+        ),
     ]
     try:
-        metrics = train_mimo.score_rollout(model, reference, value_head, batch, samples, Args(temperature=0.7))
+        metrics = train_mimo.score_rollout(
+            model, reference, value_head, batch, samples, Args(temperature=0.7)
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -646,4 +779,7 @@ def test_scoring_a_rollout_runs_no_mtp_layer_and_gives_the_engines_own_log_probs
     assert metrics["logprob_gap"] < 1e-4 and metrics["kl"] == 0  # case 33: the ratio is 1 at step 0
     rewards = [train_mimo.token_rewards(s, 64) for s in samples]
     assert metrics["reward"] == pytest.approx(sum(sum(r) / len(r) for r in rewards) / len(rewards))
-    assert all(len(s["old"]) == len(s["advantages"]) == len(s["returns"]) == len(s["response"]) for s in samples)
+    assert all(
+        len(s["old"]) == len(s["advantages"]) == len(s["returns"]) == len(s["response"])
+        for s in samples
+    )
