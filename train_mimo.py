@@ -71,6 +71,7 @@ from toy.report import columns, draw, read_baseline, report
 from toy.task import MAX_PROMPT, make_prompts, make_sequences, token_rewards
 
 Fix = Literal["loss", "mask", "recompute", "ref", "sync", "metrics", "parity", "recursion"]
+Fixes = tuple[Fix, ...]
 
 
 @dataclasses.dataclass
@@ -91,9 +92,7 @@ class Args:
     objective: Literal["cross_entropy", "total_variation"] = "cross_entropy"  # of the MTP layer
     engine: Literal["inprocess", "process"] = "inprocess"  # with several ranks always process
     tensor_parallel: int = 1  # how many of the ranks hold a model together
-    unfix: tuple[
-        Fix, ...
-    ] = ()  # take fixes out; parity: match_vllm_mimo; recursion: Megatron's form
+    unfix: Fixes = ()  # take fixes out; parity: match_vllm_mimo, recursion: Megatron's instead
     baseline: str = ""  # folder of a finished --drafter none, to report the speed-up against
     temperature: float = 1.0  # sampling temperature; log-probs are of the tempered distribution
     mtp_scale: float = 0.2  # lambda, the weight of the MTP loss

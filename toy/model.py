@@ -71,9 +71,10 @@ def init_megatron(device="cpu", tensor_parallel=1, context_parallel=1):
             rank=rank,
             world_size=world_size,
         )
-    parallel_state.initialize_model_parallel(
-        tensor_parallel, context_parallel_size=context_parallel
-    )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_parallel, context_parallel_size=context_parallel
+        )
     megatron_random.model_parallel_cuda_manual_seed(1)
 
 
