@@ -114,10 +114,8 @@ def patch_mtp_loss(
     also after an error, the model is as it was. RuntimeError or ValueError: patched twice, no MTP layers here, unknown
     internals, labels without loss_mask, unpadded cu_seqlens_q, settings that contradict each other.
     """
-    while hasattr(model, "module"):
-        model = model.module
-    record = SimpleNamespace(depths=[])
-    if not getattr(model, "post_process", True):
+    model, record = _chunk_with_head(model), SimpleNamespace(depths=[])
+    if model is None:
         yield record
         return
     _check_model(model)
@@ -196,8 +194,7 @@ def draft_tokens(model, input_ids, position_ids, attention_mask, *, packed_seq_p
     Arguments as for the model's own forward. Runs without grad and in evaluation mode, inside patch_mtp_loss too, and
     leaves all as it was. Tensor-parallel ranks get the same tokens. RuntimeError or ValueError as in patch_mtp_loss.
     """
-    while hasattr(model, "module"):
-        model = model.module
+    model = _chunk_with_head(model)
     _check_model(model)
     if not model.config.mtp_num_layers:
         came = f"config.mtp_num_layers is {model.config.mtp_num_layers}: MTP is off, perhaps by skip_mtp"
@@ -464,6 +461,34 @@ def _vocabulary_group(output_layer):
 
 def _wide(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunk_with_head(model):
+    """The one chunk that makes the logits, unwrapped; None where this pipeline stage has no head.
+
+    model is a chunk, or an iterable of chunks as a pipeline holds them, each inside any number of
+    .module (DDP, Float16Module) and .language_model (a vision-language model). A stage without a
+    head is normal; a whole model without one, or with two, is not: nothing would be patched then,
+    or the wrong chunk, without a word.
+    """
+    is_list = hasattr(model, "__iter__")
+    chunks, heads = [], []
+    for chunk in model if is_list else [model]:
+        # A vision-language model whose stage holds the encoder alone has language_model None.
+        while hasattr(chunk, "module") or getattr(chunk, "language_model", None) is not None:
+            chunk = chunk.module if hasattr(chunk, "module") else chunk.language_model
+        if not hasattr(chunk, "config") or not hasattr(chunk, "post_process"):
+            came = f"{type(chunk).__name__} has no config and post_process"
+            raise TypeError(f"{came}; wanted a Megatron GPTModel or HybridModel: pass that")
+        chunks.append(chunk)
+        if chunk.post_process and not hasattr(chunk, "language_model"):
+            heads.append(chunk)
+    is_stage = any(chunk.config.pipeline_model_parallel_size > 1 for chunk in chunks)
+    if len(heads) > 1 or (is_list and not heads and not is_stage):
+        names = ", ".join(type(chunk).__name__ for chunk in heads or chunks) or "no chunk"
+        came = f"the {type(model).__name__} holds {len(heads)} chunks with a head ({names})"
+        raise ValueError(f"{came}; wanted 1: pass all chunks of one model, and of no other")
+    return heads[0] if heads else None
 
 
 def _check_model(model):
