@@ -17,7 +17,10 @@ import toy.hybrid
 import toy.model
 from drafter_sync import match_vllm_mimo
 from mtp_loss import (
+    _overlap,
+    _overlap_gradient,
     _row_statistics,
+    _score,
     _softmax,
     draft_tokens,
     mtp_cross_entropy,
@@ -310,6 +313,11 @@ def test_what_would_give_wrong_numbers_in_silence_is_refused_by_name(change, tex
         mtp_cross_entropy(**arguments | change)
 
 
+def _statistics(logits):
+    top, _, total = _row_statistics(logits)
+    return top, total
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_compiled_step_equals_the_plain_one(backend, dtype):
@@ -327,6 +335,101 @@ def test_the_compiled_step_equals_the_plain_one(backend, dtype):
         assert softmax.dtype == dtype
         plain_error = (_softmax(logits, plain[0], plain[2]) - exact).abs().max()
         assert (softmax - exact).abs().max() <= 2 * plain_error
+        policy = logits.flip(1)
+        both = policy, *_statistics(policy), logits, *_statistics(logits)
+        for step, args in ((_overlap, both), (_overlap_gradient, (*both, plain[2] * 0 + 0.3))):
+            compiled = torch.compile(step, dynamic=True, backend=backend)(*args)
+            torch.testing.assert_close(compiled, step(*args), rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# objective="total_variation"
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def total_variation(hidden, head, targets, mask, *, policy, output_weight, chunk_tokens=1024):
+    return _score(hidden, policy, head, output_weight, targets, mask, chunk_tokens)
+
+
+def full_total_variation(hidden, weight, targets, mask, *, policy):
+    """The plain computation: all probabilities at once, the gradient by autograd."""
+    dtype = max_precision(hidden.dtype)
+    logits = (hidden @ weight.t()).transpose(0, 1).to(dtype)
+    p = (policy.detach() @ weight.t()).transpose(0, 1).to(dtype).softmax(-1)
+    loss = 1 - torch.minimum(p, logits.softmax(-1)).sum(-1)
+    return loss.where(mask.bool(), 0), (logits.argmax(-1) == targets) & mask.bool()
+
+
+def draft_and_policy(*size, noise=0.1, **settings):
+    hidden, weight, targets, mask = random_slots(*size, **settings)
+    generator = torch.Generator().manual_seed(7)
+    policy = hidden + (torch.randn(hidden.shape, generator=generator) * noise).to(hidden.dtype)
+    return hidden, weight, targets, mask, policy
+
+
+def test_total_variation_and_its_gradient_by_hand():
+    q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.25, 0.55])
+    hidden, policy = q.log()[None, None], p.log()[None, None]  # with an identity head: the logits
+    args = (plain_head, torch.tensor([[0]]), torch.tensor([[1]]))
+    loss, correct, grad = run(
+        total_variation, hidden, *args, policy=policy, output_weight=torch.eye(3)
+    )
+    # sum of min(p, q) = .2 + .25 + .2; only token 2 has q < p, so each q_i times .2, less q_2.
+    torch.testing.assert_close(loss, torch.tensor([[0.35]]))
+    torch.testing.assert_close(grad[0, 0] / 0.5, torch.tensor([0.1, 0.06, -0.16]))
+    assert correct.item()
+
+
+def test_a_draft_that_equals_the_policy_has_no_variation_and_no_gradient():
+    hidden, weight, targets, mask, _ = draft_and_policy(9, 2)
+    loss, _, grad = run(
+        total_variation, hidden, plain_head, targets, mask, policy=hidden, output_weight=weight
+    )
+    assert not loss.any() and not grad.any()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 1024])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_total_variation_equals_autograd_within_twice_plain_torchs_own_error(dtype, chunk_tokens):
+    hidden, weight, targets, mask, policy = draft_and_policy(33, 2, num_counted=37, dtype=dtype)
+    doubles = (x.double() for x in (hidden, weight))
+    exact = run(full_total_variation, *doubles, targets, mask, policy=policy.double())
+    plain = run(full_total_variation, hidden, weight, targets, mask, policy=policy)
+    settings = dict(policy=policy, output_weight=weight, chunk_tokens=chunk_tokens)
+    ours = run(total_variation, hidden, plain_head, targets, mask, **settings)
+    assert torch.equal(ours[1], plain[1]) and ours[2].dtype == dtype
+    assert 0.05 < ours[0][mask.bool()].mean() < 0.9
+    for of_ours, of_plain, of_exact in ((ours[i], plain[i], exact[i]) for i in (0, 2)):
+        error, own = (of_ours - of_exact).abs().max(), (of_plain - of_exact).abs().max()
+        assert error <= (1e-14 if dtype == torch.float64 else 2 * own)
+
+
+def test_total_variation_against_finite_differences():
+    hidden, weight, targets, mask, policy = draft_and_policy(
+        4, 2, noise=1.0, h=3, vocab=5, num_counted=5, dtype=torch.float64
+    )
+    settings = dict(policy=policy, output_weight=weight, chunk_tokens=2)
+
+    def function(x):
+        return total_variation(x, plain_head, targets, mask, **settings)[0]
+
+    torch.autograd.gradcheck(function, [hidden.requires_grad_()])
+
+
+def test_total_variation_keeps_no_logits_and_reaches_neither_head_nor_policy():
+    hidden, weight, targets, mask, policy = draft_and_policy(64, 1, vocab=1000)
+    for x in (hidden, weight, policy):
+        x.requires_grad_()
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.update({x.data_ptr(): x}) or x, lambda x: x
+    ):
+        settings = dict(policy=policy, output_weight=weight, chunk_tokens=8)
+        loss, _ = total_variation(hidden, plain_head, targets, mask, **settings)
+    kept = [x.nbytes for pointer, x in saved.items() if pointer != weight.data_ptr()]
+    assert sorted(kept) == [64 * 8, 64 * 16 * 4]  # an index and a gradient row for each slot
+    loss.sum().backward()
+    assert hidden.grad.any() and weight.grad is None and policy.grad is None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -462,6 +565,30 @@ def test_each_depths_sum_is_that_of_a_slow_loop_from_its_hidden_states(any_tiny,
         )
 
 
+@pytest.mark.parametrize("rule", ["target", "drafted"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_total_variation_is_from_the_main_heads_logits_at_the_slot_that_predicts_the_token(
+    any_tiny, tied, rule
+):
+    model, batch = any_tiny(mtp_layers=3, tied=tied, vocab_size=8), two_documents(vocab=8)
+    settings = dict(rule=rule, objective="total_variation", chunk_tokens=3)
+    with patch_mtp_loss(model, **settings) as mtp:
+        logits = []
+        call = lambda: logits.append(model(**batch.inputs, **batch.targets))  # noqa: E731
+        states = hidden_states_of(model, call)
+    p = logits[0][0].double().softmax(-1)
+    for depth, (state, got) in enumerate(zip(states, mtp.depths, strict=True), start=1):
+        q = (state[:, 0] @ head_weight(model).t()).double().softmax(-1)
+        pairs = list(slow_pairs(batch, depth, rule))
+        accepted = sum(torch.minimum(p[slot + depth], q[slot]).sum() for slot, _ in pairs)
+        assert got["tokens"] == len(pairs) > 0
+        expected_acceptance = 1 - got["loss_sum"] / got["tokens"]
+        torch.testing.assert_close(
+            expected_acceptance.double(), (accepted / len(pairs)).detach(), rtol=1e-5, atol=0
+        )
+        assert got["correct"] == sum(int(q[slot].argmax() == target) for slot, target in pairs)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_bitwise_those_of_the_model_without_mtp(any_tiny, tied, dense):
@@ -527,6 +654,7 @@ def test_the_gradient_matrix(any_tiny, tied, depths, recompute):
     assert moved(contextlib.nullcontext) == "#####"
     assert moved(functools.partial(patch_mtp_loss, detach_trunk=False)) == "###.#"
     assert moved(patch_mtp_loss) == "....#"
+    assert moved(functools.partial(patch_mtp_loss, objective="total_variation")) == "....#"
 
 
 @contextlib.contextmanager
@@ -605,19 +733,30 @@ def test_detached_every_other_gradient_is_bitwise_that_of_a_run_without_mtp(
             assert torch.equal(got[name], p.grad), name
 
 
+@pytest.mark.parametrize("objective", ["cross_entropy", "total_variation"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_not_detached_the_gradient_is_that_of_the_same_loss_through_a_detached_head(any_tiny, tied):
+def test_not_detached_the_gradient_is_that_of_the_same_loss_through_a_detached_head(
+    any_tiny, tied, objective
+):
     model, batch = any_tiny(mtp_layers=2, tied=tied), two_documents()
-    got, _ = gradients(model, batch, policy=0.0, detach_trunk=False)
+    settings = dict(detach_trunk=False, objective=objective)
+    got, _ = gradients(model, batch, policy=0.0, **settings)
     model.zero_grad()
-    with patch_mtp_loss(model, detach_trunk=False):
-        states = hidden_states_of(model, lambda: model(**batch.inputs, **batch.targets))
+    with patch_mtp_loss(model, **settings):
+        logits = []
+        call = lambda: logits.append(model(**batch.inputs, **batch.targets))  # noqa: E731
+        states = hidden_states_of(model, call)
+    p = logits[0][0].detach().softmax(-1)
     for depth, state in enumerate(states, start=1):
         slots, targets = (
             torch.tensor(x) for x in zip(*slow_pairs(batch, depth, "target"), strict=True)
         )
-        logits = state[slots, 0] @ head_weight(model).detach().t()
-        (0.2 / 2 * F.cross_entropy(logits, targets)).backward(retain_graph=True)
+        draft = state[slots, 0] @ head_weight(model).detach().t()
+        if objective == "cross_entropy":
+            loss = F.cross_entropy(draft, targets)
+        else:
+            loss = 1 - torch.minimum(p[slots + depth], draft.softmax(-1)).sum(-1).mean()
+        (0.2 / 2 * loss).backward(retain_graph=True)
     for name, p in model.named_parameters():
         wanted = torch.zeros_like(p) if p.grad is None else p.grad
         torch.testing.assert_close(got[name], wanted, rtol=1e-4, atol=1e-7, msg=name)
@@ -1093,12 +1232,16 @@ def test_it_composes_with_the_other_fixes_in_any_order(tiny, recompute):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def one_training_step(tied, detach_trunk, **overrides):
+OBJECTIVES = ("cross_entropy", "total_variation")
+
+
+def one_training_step(tied, detach_trunk, objective, **overrides):
     """What was recorded, {name: (gradient, the dimension that tensor parallelism cuts, or -1)}, and the drafts."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     model, batch = build_tiny(mtp_layers=2, tied=tied, **overrides), two_documents()
-    with patch_mtp_loss(model, detach_trunk=detach_trunk, rule="drafted", chunk_tokens=3) as mtp:
+    settings = dict(detach_trunk=detach_trunk, rule="drafted", objective=objective)
+    with patch_mtp_loss(model, **settings, chunk_tokens=3) as mtp:
         logits = model(**batch.inputs, **batch.targets)
         loss = vocab_parallel_cross_entropy(logits.clone(), batch.targets["labels"])
         ((loss * batch.targets["loss_mask"]).sum() / 12).backward()
@@ -1161,9 +1304,8 @@ def head_cases(rank=0, tp_size=1):
 
 def tensor_parallel_rank(rank):
     steps = [
-        one_training_step(tied, detach, tensor_parallel=2)
-        for tied in (False, True)
-        for detach in (False, True)
+        one_training_step(*case, tensor_parallel=2)
+        for case in itertools.product((False, True), (False, True), OBJECTIVES)
     ]
     return steps, head_cases(rank, tp_size=2)
 
@@ -1171,7 +1313,8 @@ def tensor_parallel_rank(rank):
 def test_two_tensor_parallel_ranks_equal_one(megatron):
     ranks = run_on_ranks(2, tensor_parallel_rank, tensor_parallel=2)
     wanted_steps = [
-        one_training_step(tied, detach) for tied in (False, True) for detach in (False, True)
+        one_training_step(*case)
+        for case in itertools.product((False, True), (False, True), OBJECTIVES)
     ]
     for got, wanted in zip(
         zip(*(steps for steps, _ in ranks), strict=True), wanted_steps, strict=True
@@ -1205,9 +1348,15 @@ def test_two_tensor_parallel_ranks_equal_one(megatron):
 
 
 def context_parallel_cases():
-    """rule, packed or not, offsets, documents, masks, hidden states of two depths. Only rank 0 of 4 has tokens."""
+    """Settings, packed or not, offsets, documents, masks, states of the trunk and of two depths.
+
+    Only rank 0 of 4 has tokens.
+    """
     generator = torch.Generator().manual_seed(1)
-    for rule, packed in itertools.product(("target", "drafted"), (True, False)):
+    for rule, packed, objective in itertools.product(
+        ("target", "drafted"), (True, False), OBJECTIVES
+    ):
+        settings = dict(rule=rule, objective=objective)
         documents = random_documents(32, 16, 48) if packed else random_documents(48, 48)
         masks = [torch.randint(2, (len(document),), generator=generator) for document in documents]
         for mask in masks:
@@ -1220,9 +1369,9 @@ def context_parallel_cases():
         )
         states = [
             torch.randn((96, 1, 64) if packed else (48, 2, 64), generator=generator)
-            for _ in range(2)
+            for _ in range(3)
         ]
-        yield rule, packed, cu_seqlens, documents, [mask.tolist() for mask in masks], states
+        yield settings, packed, cu_seqlens, documents, [mask.tolist() for mask in masks], states
 
 
 def cut_states(state, *where):
@@ -1232,18 +1381,17 @@ def cut_states(state, *where):
 def context_parallel_rank(rank, cp_size):
     """The patch rolls this rank's labels and masks; the hidden states of the depths are given."""
     model, results = build_tiny(mtp_layers=2, context_parallel_size=cp_size), []
-    for rule, packed, cu_seqlens, documents, masks, states in context_parallel_cases():
+    for settings, packed, cu_seqlens, documents, masks, states in context_parallel_cases():
         batch, where = batch_of(documents, masks, dense=not packed), (cu_seqlens, cp_size, rank)
-        leaves = [cut_states(state, *where).requires_grad_() for state in states]
+        trunk, *leaves = [cut_states(state, *where).requires_grad_() for state in states]
         # The toy's attention knows no context parallelism, and Megatron's rotary embedding asks
         # for CUDA there.
         model.position_embedding_type = "none"
-        trunk = torch.zeros_like(leaves[0])
         model.decoder.forward = lambda trunk=trunk, **_: trunk
         model.mtp.forward = lambda hidden_states, states=leaves, **_: torch.cat(
             [hidden_states, *states]
         )
-        with patch_mtp_loss(model, rule=rule, denominator=7, chunk_tokens=5) as mtp:
+        with patch_mtp_loss(model, **settings, denominator=7, chunk_tokens=5) as mtp:
             ids = context_parallel_slice(batch.ids, *where)
             logits = model(
                 input_ids=ids,
@@ -1265,15 +1413,24 @@ def test_zig_zag_shards_together_equal_the_undivided_batch(megatron, cp_size):
     weight = head_weight(build_tiny(mtp_layers=2)).detach()
     ranks = run_on_ranks(cp_size, context_parallel_rank, cp_size, context_parallel=cp_size)
     least = []
-    for case, (rule, packed, cu_seqlens, documents, masks, states) in enumerate(
+    for case, (settings, packed, cu_seqlens, documents, masks, states) in enumerate(
         context_parallel_cases()
     ):
+        trunk, *states = states
         ids, mask = (torch.tensor([sum(x, [])] if packed else x) for x in (documents, masks))
         cut = dict(cu_seqlens=cu_seqlens) if packed else {}
         for depth, state in enumerate(states, start=1):
-            counts = depth_mask(mask, depth, rule=rule, **cut)
+            counts = depth_mask(mask, depth, rule=settings["rule"], **cut)
+            targets = depth_targets(ids, depth, **cut)
             state.requires_grad_()
-            loss, correct = full_logits(state, weight, depth_targets(ids, depth, **cut), counts)
+            if settings["objective"] == "cross_entropy":
+                loss, correct = full_logits(state, weight, targets, counts)
+            else:  # the main head predicts token t+1+depth at slot t+depth
+                slots = torch.arange(ids.shape[1]).expand_as(ids)
+                slots_BS = depth_targets(slots, depth - 1, **cut)
+                policy = trunk.transpose(0, 1)[torch.arange(len(ids))[:, None], slots_BS]
+                policy = policy.transpose(0, 1)
+                loss, correct = full_total_variation(state, weight, targets, counts, policy=policy)
             wanted = dict(
                 loss_sum=loss.sum().item(), tokens=int(counts.sum()), correct=int(correct.sum())
             )
