@@ -1,0 +1,356 @@
+"""Specification of mtp_recursion.py: k depths of one MTP layer are what an engine drafts, and every draft is predicted."""
+
+import contextlib
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mtp_recursion
+import toy.engine
+from conftest import build_tiny, random_weights, run_on_ranks
+from drafter_sync import match_vllm_mimo, megatron_to_hf
+from mtp_recompute import patch_mtp_recompute
+from mtp_recursion import draft_recursion
+from toy.model import build_model, mimo_config, pack
+
+DOCUMENTS = (7, 1, 12, 2, 5)  # tokens; one of a single token, which has no depth at all
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def build(num_groups=2, tied=False, **overrides):
+    config = mimo_config(hidden_size=64, num_groups=num_groups, ffn_size=96, tied=tied)
+    model = build_model(config, **overrides)
+    random_weights(model, 0)
+    return model
+
+
+def make_tokens(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(64, (length,), generator=generator) for length in lengths]
+
+
+def run_depths(model, inputs, num_drafts, hidden=None, embedding=None):
+    """The MTP block's [trunk; depth 1; ...; depth k], called as this release's own _postprocess calls it: k [s, b, h]."""
+    stock = model._postprocess
+
+    def postprocess(**given):
+        known = inspect.signature(type(model.mtp).forward).parameters
+        passed = {name: value for name, value in given.items() if name in known}
+        passed["embedding"] = embedding or model.embedding
+        if hidden is not None:
+            passed["hidden_states"] = hidden
+        with draft_recursion(model, num_drafts):
+            states = model.mtp(**passed)
+        assert len(states) == (1 + num_drafts) * len(passed["hidden_states"])
+        return states.chunk(1 + num_drafts)[1:]
+
+    model._postprocess = postprocess
+    try:
+        return model(**inputs)
+    finally:
+        del model._postprocess
+        assert model._postprocess == stock
+
+
+def dense(documents):
+    ids = torch.stack(documents)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return dict(input_ids=ids, position_ids=positions, attention_mask=None)
+
+
+def packed(documents):
+    ids, positions, packed_seq_params = pack(documents)
+    inputs = dict(input_ids=ids, position_ids=positions, attention_mask=None)
+    return inputs | dict(packed_seq_params=packed_seq_params)
+
+
+# What an engine does: one slot after the other, a key cache, one depth after the other.
+
+
+def engine_step(model, embedding, hidden, position, cache):
+    """Runs the layer on one slot at the end of `cache`, a list of (key, value), which grows; its output state [h]."""
+    layer = model.mtp.layers[0]
+    block = getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
+    heads, groups = model.config.num_attention_heads, model.config.num_query_groups
+    size = model.config.kv_channels
+    x = linear(layer.eh_proj, torch.cat([layer.enorm(embedding), layer.hnorm(hidden)]))
+    qkv = linear(block.self_attention.linear_qkv, block.input_layernorm(x)).view(groups, -1, size)
+    query, key, value = qkv.split([heads // groups, 1, 1], 1)
+    angle = position * 10000.0 ** -(torch.arange(0, size, 2) / size)
+    angle = torch.cat([angle, angle])
+
+    def rotate(y):
+        left, right = y.chunk(2, -1)
+        return y * angle.cos() + torch.cat([-right, left], -1) * angle.sin()
+
+    cache.append((rotate(key), value))
+    keys, values = (torch.cat(x, 1) for x in zip(*cache, strict=True))  # [groups, seen, size]
+    weights = (rotate(query) @ keys.mT / size**0.5).softmax(-1)
+    x = x + linear(block.self_attention.linear_proj, (weights @ values).flatten())
+    gate, up = linear(block.mlp.linear_fc1, block.pre_mlp_layernorm(x)).chunk(2)
+    return layer.final_layernorm(x + linear(block.mlp.linear_fc2, F.silu(gate) * up))
+
+
+def linear(module, x):
+    return F.linear(x, module.weight, module.bias)  # Megatron's own wants [s, b, h]
+
+
+def engine_depths(model, tokens, hidden, num_drafts):
+    """{(depth, slot): state [h]} of one document, for each depth and slot whose token t + depth exists."""
+    embedded = model.embedding.word_embeddings.weight[tokens]
+    states, verified = {}, []
+    for slot in range(len(tokens) - 1):
+        state = engine_step(model, embedded[slot + 1], hidden[slot], slot, verified)
+        states[1, slot], chain = state, list(verified)
+        for depth in range(2, min(num_drafts, len(tokens) - 1 - slot) + 1):
+            position = slot + depth - 1
+            state = engine_step(model, embedded[slot + depth], state, position, chain)
+            states[depth, slot] = state
+    return states
+
+
+LAYOUTS = ("dense", "packed", "padded")
+
+
+def lay_out(layout):
+    """Model inputs, and each document's (row, first slot, tokens)."""
+    if layout == "dense":
+        documents = make_tokens([9, 9])
+        return dense(documents), [(i, 0, document) for i, document in enumerate(documents)]
+    documents = make_tokens(DOCUMENTS)
+    starts = [0, *itertools.accumulate(DOCUMENTS)]
+    if layout == "packed":
+        return packed(documents), [(0, *of) for of in zip(starts[:-1], documents, strict=True)]
+    # Padded offsets stand in both fields, as Megatron's roll reads the first and its rotary embedding the second.
+    wide = [torch.cat([document, torch.full((4,), 63)]) for document in documents]
+    inputs = packed(wide)
+    offsets = inputs["packed_seq_params"].cu_seqlens_q
+    inputs["packed_seq_params"].cu_seqlens_q_padded = offsets
+    inputs["packed_seq_params"].cu_seqlens_kv_padded = offsets
+    return inputs, [(0, *of) for of in zip(offsets[:-1].tolist(), documents, strict=True)]
+
+
+def gradients(model, loss, *inputs):
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss.backward()
+    named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return named | {f"input {i}": x.grad for i, x in enumerate(inputs)}
+
+
+def assert_close(found, wanted, relative):
+    assert found.keys() == wanted.keys() and wanted
+    for name in wanted:
+        error = (found[name] - wanted[name]).abs().max()
+        assert error <= relative * wanted[name].abs().max(), (name, error, wanted[name].abs().max())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_groups, tied", [(4, False), (2, True), (1, False)])
+def test_all_slots_at_once_equal_an_engine_that_goes_slot_by_slot(
+    megatron, layout, num_groups, tied
+):
+    model, num_drafts = build(num_groups, tied), 4
+    inputs, documents = lay_out(layout)
+    generator = torch.Generator().manual_seed(1)
+    shape = (inputs["input_ids"].shape[1], inputs["input_ids"].shape[0], 64)
+    hidden = torch.randn(shape, generator=generator).requires_grad_()
+    found = run_depths(model, inputs, num_drafts, hidden)
+    wanted_loss = found_loss = 0
+    for row, first, tokens in documents:
+        states = engine_depths(model, tokens, hidden[first:, row], num_drafts)
+        for (depth, slot), state in states.items():
+            at_once = found[depth - 1][first + slot, row]
+            assert (at_once - state).abs().max() < 1e-5
+            direction = torch.randn(64, generator=generator)
+            found_loss = found_loss + at_once @ direction
+            wanted_loss = wanted_loss + state @ direction
+    found_grads = gradients(model, found_loss, hidden)
+    hidden.grad = None
+    assert_close(found_grads, gradients(model, wanted_loss, hidden), 1e-5)
+
+
+def test_a_slot_sees_earlier_slots_at_depth_1_and_itself_at_later_depths(megatron):
+    picture = """
+        # . . .   . . . .   . . . .
+        # # . .   . . . .   . . . .
+        # # # .   . . . .   . . . .
+        # # # #   . . . .   . . . .
+        # . . .   # . . .   . . . .
+        # # . .   . # . .   . . . .
+        # # # .   . . # .   . . . .
+        # # # #   . . . #   . . . .
+        # . . .   # . . .   # . . .
+        # # . .   . # . .   . # . .
+        # # # .   . . # .   . . # .
+        # # # #   . . . #   . . . #
+    """
+    model, values = build(4), []
+    for name, module in model.mtp.named_modules():
+        if name.endswith("linear_qkv"):
+            module.register_forward_hook(lambda module, args, out: values.append(out[0]))
+    states = run_depths(model, dense(make_tokens([4])), 3)
+    rows = []
+    for state in torch.cat(states):
+        grads = torch.autograd.grad(state.sum(), values, retain_graph=True, allow_unused=True)
+        grads = [torch.zeros(4, 1, 16) if g is None else g for g in grads]
+        seen = torch.stack([g[:, 0, -16:].any(-1) for g in grads])  # the last head's value
+        rows.append("   ".join(" ".join(".#"[x] for x in slots) for slots in seen.tolist()))
+    assert rows == [line.strip() for line in picture.split("\n") if line.strip()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_draft_is_megatrons_own_forward_bit_for_bit(megatron, layout):
+    model = build()
+    inputs, _ = lay_out(layout)
+    stock = []
+    handle = model.mtp.register_forward_hook(lambda module, args, out: stock.append(out))
+    with contextlib.suppress(TypeError):  # 0.16 goes on to crash without labels
+        model(**inputs)
+    handle.remove()
+    trunk_and_depth_1 = stock[0]
+    for num_drafts in (1, 3):
+        depth_1 = run_depths(model, inputs, num_drafts)[0]
+        assert torch.equal(depth_1, trunk_and_depth_1[len(depth_1) :])
+
+
+@pytest.mark.parametrize("layout", ("dense", "packed"))
+def test_rows_of_queries_in_chunks_change_nothing(megatron, monkeypatch, layout):
+    model = build()
+    inputs, _ = lay_out(layout)
+    wanted = run_depths(model, inputs, 3)
+    wanted_grads = gradients(model, sum(x.sin().sum() for x in wanted))
+    monkeypatch.setattr(mtp_recursion, "CHUNK_ROWS", 4)
+    found = run_depths(model, inputs, 3)
+    assert all((x - y).abs().max() < 1e-5 for x, y in zip(found, wanted, strict=True))
+    assert_close(gradients(model, sum(x.sin().sum() for x in found)), wanted_grads, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recompute", ("full", "selective"))
+def test_recompute_gives_the_same_gradients_after_the_context_has_ended(
+    megatron, layout, recompute
+):
+    inputs, _ = lay_out(layout)
+    settings = FULL if recompute == "full" else dict(recompute_granularity="selective")
+    found = []
+    for overrides in ({}, settings):
+        model = build(**overrides)
+        hidden = run_trunk(model, inputs).detach().requires_grad_()
+        with patch_mtp_recompute():
+            states = run_depths(model, inputs, 3, hidden, detached(model))
+            found.append(gradients(model, sum(x.sin().sum() for x in states), hidden))
+    assert_close(found[1], found[0], 1e-6)
+
+
+def run_trunk(model, inputs):
+    trunk = []
+    stock = model._postprocess
+    model._postprocess = lambda **given: trunk.append(given["hidden_states"])
+    model(**inputs)
+    model._postprocess = stock
+    del model._postprocess
+    return trunk[0]
+
+
+def detached(model):
+    return lambda **given: model.embedding(**given).detach()
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("settings", ({}, FULL))
+def test_with_the_trunk_detached_every_mtp_parameter_moves_and_no_other(megatron, tied, settings):
+    model = build(tied=tied, **settings)
+    inputs, _ = lay_out("dense")
+    hidden = run_trunk(model, inputs).detach().requires_grad_()
+    with patch_mtp_recompute():
+        states = run_depths(model, inputs, 3, hidden, detached(model))
+    grads = gradients(model, states[-1].sin().sum())
+    moved = {name for name, grad in grads.items() if grad.any()}
+    assert moved == {name for name, _ in model.named_parameters() if name.startswith("mtp.")}
+
+
+def test_an_attention_mask_holds_at_every_depth(megatron):
+    """A row padded on the left, with Megatron's own dense core, whose rotary embedding is relative."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    model = build()
+    for module in model.modules():
+        if hasattr(module, "core_attention"):
+            given = module.config, module.layer_number, AttnMaskType.causal, "self"
+            module.core_attention = DotProductAttention(*given)
+    tokens = make_tokens([9])[0]
+    future = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
+    plain = run_depths(model, dense([tokens]) | dict(attention_mask=future), 3)
+    inputs = dense([torch.cat([torch.zeros(4, dtype=torch.long), tokens])])
+    mask = torch.ones(13, 13, dtype=torch.bool).triu(1)
+    mask[:, :4] = True
+    padded = run_depths(model, inputs | dict(attention_mask=mask[None, None]), 3)
+    for x, y in zip(plain, padded, strict=True):
+        assert (x[:-4] - y[4:-4]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("context_parallel_size", 2),
+        ("sequence_parallel", True),
+        ("attention_dropout", 0.1),
+        ("multi_latent_attention", True),
+        ("window_size", (8, 0)),
+        ("softmax_type", "learnable"),
+        ("mtp_num_layers", 3),  # with mtp_use_repeated_layer, over one layer
+    ],
+)
+def test_an_attention_that_is_another_is_refused_by_name(megatron, name, value):
+    model = build()
+    setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=name), draft_recursion(model, 3):
+        pass
+    assert "forward" not in vars(model.mtp.layers[0])
+
+
+def test_several_mtp_layers_and_no_draft_are_refused(megatron, tiny):
+    with pytest.raises(ValueError, match="2 MTP layers"), draft_recursion(tiny(mtp_layers=2), 3):
+        pass
+    with pytest.raises(ValueError, match="num_drafts 0"), draft_recursion(tiny(), 0):
+        pass
+
+
+def test_a_layer_whose_attention_is_not_called_once_a_depth_is_an_error(megatron):
+    model = build()
+    attention = [x for x in model.mtp.modules() if hasattr(x, "core_attention")][0]
+    attention.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
+    with pytest.raises(RuntimeError, match="core_attention"):
+        run_depths(model, dense(make_tokens([5])), 2)
+
+
+def test_the_model_is_as_it_was_afterwards_also_after_an_error(megatron):
+    model = build()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(KeyError), draft_recursion(model, 3):
+        with pytest.raises(RuntimeError, match="already"), draft_recursion(model, 3):
+            pass
+        raise KeyError
+    run_depths(model, dense(make_tokens([5])), 3)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def tensor_parallel_depths(rank, size):
+    model = build_tiny(tensor_parallel=size)
+    inputs, _ = lay_out("packed")
+    states = run_depths(model, inputs, 3)
+    grads = gradients(model, sum(x.sin().sum() for x in states))
+    whole = {name: grad for name, grad in grads.items() if "norm" in name}
+    return torch.stack(states).detach(), whole
+
+
+def test_tensor_parallel_ranks_get_the_same_states_and_gradients(megatron):
+    wanted, wanted_grads = tensor_parallel_depths(0, 1)
+    for found, grads in run_on_ranks(2, tensor_parallel_depths, 2, tensor_parallel=2):
+        assert (found - wanted).abs().max() < 1e-5
+        assert_close(grads, wanted_grads, 1e-5)
