@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import build_tiny, random_weights, run_on_ranks
 
 import mtp_recursion
 import toy.engine
-from conftest import build_tiny, random_weights, run_on_ranks
 from drafter_sync import match_vllm_mimo, megatron_to_hf
 from mtp_recompute import patch_mtp_recompute
 from mtp_recursion import draft_recursion
@@ -32,8 +32,11 @@ def make_tokens(lengths, seed=0):
     return [torch.randint(64, (length,), generator=generator) for length in lengths]
 
 
-def run_depths(model, inputs, num_drafts, hidden=None, embedding=None):
-    """The MTP block's [trunk; depth 1; ...; depth k], called as this release's own _postprocess calls it: k [s, b, h]."""
+def run_block(model, inputs, num_drafts, hidden=None, embedding=None):
+    """[trunk, depth 1, ..., depth k] of the MTP block, called as this release's own _postprocess calls it.
+
+    num_drafts None: without the recursion.
+    """
     stock = model._postprocess
 
     def postprocess(**given):
@@ -42,10 +45,9 @@ def run_depths(model, inputs, num_drafts, hidden=None, embedding=None):
         passed["embedding"] = embedding or model.embedding
         if hidden is not None:
             passed["hidden_states"] = hidden
-        with draft_recursion(model, num_drafts):
+        with draft_recursion(model, num_drafts) if num_drafts else contextlib.nullcontext():
             states = model.mtp(**passed)
-        assert len(states) == (1 + num_drafts) * len(passed["hidden_states"])
-        return states.chunk(1 + num_drafts)[1:]
+        return states.split(len(passed["hidden_states"]))
 
     model._postprocess = postprocess
     try:
@@ -53,6 +55,10 @@ def run_depths(model, inputs, num_drafts, hidden=None, embedding=None):
     finally:
         del model._postprocess
         assert model._postprocess == stock
+
+
+def run_depths(*args):
+    return run_block(*args)[1:]
 
 
 def dense(documents):
@@ -98,12 +104,13 @@ def linear(module, x):
     return F.linear(x, module.weight, module.bias)  # Megatron's own wants [s, b, h]
 
 
-def engine_depths(model, tokens, hidden, num_drafts):
+def engine_depths(model, tokens, hidden, num_drafts, zero_position0=False):
     """{(depth, slot): state [h]} of one document, for each depth and slot whose token t + depth exists."""
     embedded = model.embedding.word_embeddings.weight[tokens]
     states, verified = {}, []
     for slot in range(len(tokens) - 1):
-        state = engine_step(model, embedded[slot + 1], hidden[slot], slot, verified)
+        first = embedded[slot + 1] * (0 if zero_position0 and slot == 0 else 1)
+        state = engine_step(model, first, hidden[slot], slot, verified)
         states[1, slot], chain = state, list(verified)
         for depth in range(2, min(num_drafts, len(tokens) - 1 - slot) + 1):
             position = slot + depth - 1
@@ -173,6 +180,21 @@ def test_all_slots_at_once_equal_an_engine_that_goes_slot_by_slot(
     assert_close(found_grads, gradients(model, wanted_loss, hidden), 1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_vllms_conventions_the_embedding_is_zero_at_position_0_and_so_at_depth_1_alone(
+    megatron, layout
+):
+    model = build()
+    inputs, documents = lay_out(layout)
+    hidden = torch.randn(inputs["input_ids"].shape[1], inputs["input_ids"].shape[0], 64)
+    with match_vllm_mimo(model, pre_norm=False):
+        found = run_depths(model, inputs, 3, hidden)
+    for row, first, tokens in documents:
+        states = engine_depths(model, tokens, hidden[first:, row], 3, zero_position0=True)
+        for (depth, slot), state in states.items():
+            assert (found[depth - 1][first + slot, row] - state).abs().max() < 1e-5
+
+
 def test_a_slot_sees_earlier_slots_at_depth_1_and_itself_at_later_depths(megatron):
     picture = """
         # . . .   . . . .   . . . .
@@ -206,15 +228,9 @@ def test_a_slot_sees_earlier_slots_at_depth_1_and_itself_at_later_depths(megatro
 def test_one_draft_is_megatrons_own_forward_bit_for_bit(megatron, layout):
     model = build()
     inputs, _ = lay_out(layout)
-    stock = []
-    handle = model.mtp.register_forward_hook(lambda module, args, out: stock.append(out))
-    with contextlib.suppress(TypeError):  # 0.16 goes on to crash without labels
-        model(**inputs)
-    handle.remove()
-    trunk_and_depth_1 = stock[0]
+    stock = run_depths(model, inputs, None)[0]
     for num_drafts in (1, 3):
-        depth_1 = run_depths(model, inputs, num_drafts)[0]
-        assert torch.equal(depth_1, trunk_and_depth_1[len(depth_1) :])
+        assert torch.equal(run_depths(model, inputs, num_drafts)[0], stock)
 
 
 @pytest.mark.parametrize("layout", ("dense", "packed"))
@@ -354,3 +370,158 @@ def test_tensor_parallel_ranks_get_the_same_states_and_gradients(megatron):
     for found, grads in run_on_ranks(2, tensor_parallel_depths, 2, tensor_parallel=2):
         assert (found - wanted).abs().max() < 1e-5
         assert_close(grads, wanted_grads, 1e-5)
+
+
+# Against vLLM
+
+
+@pytest.fixture(scope="module")
+def trained(megatron):
+    """(model, hf_config): a toy that counts by 1 or 2, trained at depths 1 to 5 until some drafts are accepted, not all."""
+    torch.manual_seed(0)
+    hf_config = mimo_config()
+    model = build_model(hf_config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(15):
+        tokens = counting(32, 40, seed=step)
+        with match_vllm_mimo(model):
+            states = run_block(model, dense(tokens), 5)
+        loss = 0
+        for depth, state in enumerate(states):
+            logits, targets = model.output_layer(state)[0], torch.stack(tokens).T
+            logits, targets = logits[: -1 - depth].flatten(0, 1), targets[1 + depth :].flatten()
+            loss = loss + F.cross_entropy(logits, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # Counting needs no look back: with much noise in the attention, drafts come to depend on which keys are seen.
+    with torch.no_grad():
+        for name, parameter in model.mtp.named_parameters():
+            if "self_attention" in name:
+                parameter += 0.15 * torch.randn(parameter.shape)
+    return model.eval(), hf_config
+
+
+def counting(num, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    steps = 1 + (torch.rand(num, length, generator=generator) < 0.15).long()
+    steps[:, 0] = torch.randint(64, (num,), generator=generator)
+    return list(steps.cumsum(1) % 64)
+
+
+# vLLM's own schedule of drafts by batch size, so that one engine drafts 2, 3 and 5.
+SCHEDULE = {2: (1, 16), 3: (17, 40), 5: (41, 64)}
+
+
+@pytest.fixture(scope="module")
+def drafting_engine(trained, tmp_path_factory):
+    """(llm, proposals): the engine with the trained weights, and what its drafter proposes, as it comes."""
+    model, hf_config = trained
+    folder = str(tmp_path_factory.mktemp("drafting"))
+    named = megatron_to_hf(model.named_parameters(), hf_config)
+    toy.engine.write_checkpoint(folder, hf_config, named)
+    schedule = [(first, last, drafts) for drafts, (first, last) in SCHEDULE.items()]
+    speculative_config = {"num_speculative_tokens_per_batch_size": schedule}
+    settings = dict(num_drafts=5, max_num_seqs=64, speculative_config=speculative_config)
+    llm, proposals = toy.engine.start_engine(folder, **settings), []
+
+    def record(worker):
+        runner = worker.model_runner
+        stock = runner.drafter.propose
+
+        def propose(*args, **kwargs):
+            drafts = stock(*args, **kwargs)
+            proposals.append((list(runner.input_batch.req_ids), drafts.tolist()))
+            return drafts
+
+        runner.drafter.propose = propose
+
+    llm.collective_rpc(record)
+    yield llm, proposals
+    llm.llm_engine.engine_core.shutdown()
+
+
+@torch.no_grad()
+def draft(model, documents, num_drafts):
+    """The arg-max tokens [k, T] at each slot of the documents, packed."""
+    with match_vllm_mimo(model):
+        states = run_depths(model, packed(documents), num_drafts)
+    return torch.stack([model.output_layer(state)[0][:, 0].argmax(-1) for state in states])
+
+
+def before(model, documents, num_drafts):
+    """Megatron's mtp_use_repeated_layer (0.17 on): depth j attends to the keys of depth j alone."""
+    model.config.mtp_num_layers, model.mtp.mtp_use_repeated_layer = num_drafts, True
+    try:
+        return draft(model, documents, None)
+    finally:
+        model.config.mtp_num_layers, model.mtp.mtp_use_repeated_layer = 1, False
+
+
+def verify_steps(samples, proposals):
+    """(tokens, index of the last known one, drafts accepted, drafts proposed) of each of the engine's verify steps."""
+    for of in samples:
+        metrics = of["output"].outputs[0].spec_decode_metrics
+        tokens = torch.tensor(of["prompt"] + of["response"])
+        newest = len(of["prompt"])  # prefill gave it
+        of_request = [
+            drafts
+            for ids, rows in proposals
+            for i, drafts in zip(ids, rows, strict=True)
+            if i.split("-")[0] == of["output"].request_id
+        ]
+        drafted = metrics.per_step_drafted
+        for accepted, num, drafts in zip(
+            metrics.per_step_accepted, drafted, of_request[: len(drafted)], strict=True
+        ):
+            assert num == len(drafts)
+            yield tokens, newest, accepted, drafts
+            newest += accepted + 1
+
+
+def replay(steps, slots, drafts_KT):
+    """(accepted by the replay, by the engine) of each step, whose drafts stand at its slot of drafts_KT."""
+    for (tokens, newest, accepted, drafts), slot in zip(steps, slots, strict=True):
+        came = tokens[newest + 1 :][: len(drafts)]
+        replayed = (drafts_KT[: len(came), slot] == came).cumprod(0).sum().item()
+        # max_tokens cut the last step: what the engine accepted behind the cut can't be seen.
+        yield replayed, min(accepted, len(came))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("num_drafts", SCHEDULE)
+def test_every_verify_step_and_every_drafted_token_of_vllm_is_predicted(
+    trained, drafting_engine, num_drafts, temperature
+):
+    (model, _), (llm, proposals) = trained, drafting_engine
+    num = SCHEDULE[num_drafts][1]
+    prompts = [tokens.tolist() for tokens in counting(num, 5, seed=1000)]
+    proposals.clear()
+    samples = toy.engine.sample(llm, prompts, [32] * num, range(num), temperature=temperature)
+    steps = list(verify_steps(samples, proposals))
+
+    # One pass over what came: later drafts see the tokens that came, not those that were drafted.
+    sequences = {id(tokens): tokens for tokens, *_ in steps}
+    starts = itertools.accumulate(map(len, sequences.values()), initial=0)
+    starts = dict(zip(sequences, starts, strict=False))  # the last is the end
+    slots = [starts[id(tokens)] + newest - 1 for tokens, newest, *_ in steps]
+    agree = {}
+    for form in (before, draft):
+        drafts_KT = form(model, list(sequences.values()), num_drafts)
+        pairs = list(replay(steps, slots, drafts_KT))
+        agree[form.__name__] = sum(replayed == engine for replayed, engine in pairs)
+    assert agree["draft"] == len(steps)
+    assert agree["before"] < 0.95 * len(steps)
+    assert {engine for _, engine in pairs} == set(range(num_drafts + 1))
+
+    # The engine's chain goes on with its own drafts, accepted or not: a document of them gives every drafted token.
+    chains = [torch.cat([tokens[: n + 1], torch.tensor(drafts)]) for tokens, n, _, drafts in steps]
+    drafts_KT, first = draft(model, chains, num_drafts), 0
+    for (_, newest, _, drafts), chain in zip(steps, chains, strict=True):
+        assert drafts_KT[: len(drafts), first + newest - 1].tolist() == drafts
+        first += len(chain)
+    tokens = sum(len(drafts) for *_, drafts in steps)
+    print(
+        f"\nk {num_drafts}, temperature {temperature}: {len(steps)} steps, {tokens} drafts, {agree}"
+    )
