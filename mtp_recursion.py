@@ -183,13 +183,13 @@ def _documents(packed):
 
 @contextlib.contextmanager
 def _replaced(owner, name, value):
-    """Sets owner.name, and afterwards puts back what was there, or nothing where only the class had it."""
+    """Sets owner.name, and afterwards puts back what was there, or nothing where none was."""
     before = {name: vars(owner)[name]} if name in vars(owner) else {}
-    setattr(owner, name, value)
+    vars(owner)[name] = value
     try:
         yield
     finally:
-        delattr(owner, name)
+        del vars(owner)[name]
         vars(owner).update(before)
 
 

@@ -319,6 +319,8 @@ def test_an_attention_mask_holds_at_every_depth(megatron):
         ("multi_latent_attention", True),
         ("window_size", (8, 0)),
         ("softmax_type", "learnable"),
+        ("experimental_attention_variant", "dsa"),
+        ("cuda_graph_impl", "local"),
         ("mtp_num_layers", 3),  # with mtp_use_repeated_layer, over one layer
     ],
 )
@@ -334,6 +336,27 @@ def test_several_mtp_layers_and_no_draft_are_refused(megatron, tiny):
     with pytest.raises(ValueError, match="2 MTP layers"), draft_recursion(tiny(mtp_layers=2), 3):
         pass
     with pytest.raises(ValueError, match="num_drafts 0"), draft_recursion(tiny(), 0):
+        pass
+
+
+def test_a_hybrid_model_of_attention_and_mlp_equals_a_gpt_model(megatron):
+    hybrid = pytest.importorskip("toy.hybrid")
+    pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="from 0.18 on")
+    gpt, inputs = build(), lay_out("packed")[0]
+    config = mimo_config(hidden_size=64, ffn_size=96)
+    model = hybrid.build_hybrid_model(config)
+    weights = dict(gpt.mtp.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.mtp.named_parameters():
+            plain = name.replace("mtp_model_layer.layers.0.", "mtp_model_layer.")
+            parameter.copy_(weights[plain.replace("mtp_model_layer.layers.1.", "mtp_model_layer.")])
+    hidden = torch.randn(sum(DOCUMENTS), 1, 64)
+    rotary = gpt.rotary_pos_emb(max(DOCUMENTS))
+    given = dict(hidden_states=hidden, rotary_pos_emb=rotary, embedding=gpt.embedding)
+    with draft_recursion(model, 3), draft_recursion(gpt, 3):
+        assert torch.equal(model.mtp(**inputs | given), gpt.mtp(**inputs | given))
+    model.mtp.layers[0].mtp_layer_pattern = "M*-"
+    with pytest.raises(ValueError, match="M"), draft_recursion(model, 3):
         pass
 
 
