@@ -103,7 +103,7 @@ def _is_mtp(name, num_hidden_layers):
         return True
     # A trunk layer's number comes after these; a vision tower's layers stand elsewhere.
     layer = re.search(r"(?:^|\.)(?:model|language_model|decoder)\.layers\.(\d+)\.", name)
-    if layer and num_hidden_layers and int(layer[1]) >= num_hidden_layers:
+    if layer and 0 < (num_hidden_layers or 0) <= int(layer[1]):
         return True
     if {"eh_proj", "enorm", "hnorm", "shared_head"} & set(parts):  # what no trunk layer has
         came = f"{name} is an MTP tensor by its name, num_hidden_layers is {num_hidden_layers}"
