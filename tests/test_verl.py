@@ -24,7 +24,7 @@ from drafter_sync import megatron_to_hf, sync_weights
 from mtp_loss import patch_mtp_loss
 from mtp_mask import depth_mask, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
-from ref_disable import skip_mtp
+from ref_disable import skip_mtp, without_mtp_config
 from spec_metrics import counts_from_vllm
 
 pytestmark = pytest.mark.verl
@@ -302,25 +302,24 @@ def test_verls_metric_reader_finds_our_losses(verl_engine, mtp_layers):
 def test_a_log_prob_pass_runs_no_mtp_layer_and_verls_own_does(verl_engine):
     def log_probs(engine, *contexts):
         calls = []
-        model = engine.module[0].module
-        if model.mtp_process:
-            hook = model.mtp.register_forward_hook(lambda *unused: calls.append(1))
+        for name, module in engine.module[0].named_modules():
+            if name.endswith("mtp.layers.0"):
+                module.register_forward_hook(lambda *unused: calls.append(1))
         with contextlib.ExitStack() as stack, torch.no_grad():
             for context in contexts:
                 stack.enter_context(context)
             _, values = forward(engine)
-        if model.mtp_process:
-            hook.remove()
         return values, len(calls)
 
     expected, _ = log_probs(verl_engine("off"))
-    verl, ours = verl_engine("verl"), verl_engine("ours")
-    for values, calls, wanted_calls in (
-        (*log_probs(verl), 1),
-        (*log_probs(verl, skip_mtp(verl.module)), 0),  # fix 4 alone, beside verl's own patch
-        (*log_probs(ours), 0),
-        (*log_probs(ours, skip_mtp(ours.module)), 0),
+    for arm, skip, wanted_calls in (
+        ("verl", False, 1),
+        ("verl", True, 0),  # fix 4 alone, beside verl's own patch
+        ("ours", False, 0),
+        ("ours", True, 0),
     ):
+        engine = verl_engine(arm)
+        values, calls = log_probs(engine, *[skip_mtp(engine.module)] * skip)
         assert torch.equal(values, expected) and calls == wanted_calls
 
 
@@ -339,6 +338,28 @@ def test_after_verls_unpatch_ours_takes_the_model_and_beside_its_patch_it_does_n
     _, gradients = train(engine)
     for name in fresh:
         assert torch.equal(gradients[name], fresh[name]), name
+
+
+def test_verl_switches_mtp_off_in_the_config_it_was_given_and_fails_on_none(megatron):
+    from transformers import PretrainedConfig
+    from verl.utils.megatron_utils import check_mtp_config
+    from verl.workers.config import MtpConfig
+
+    def reference(hf_config):
+        model_config = SimpleNamespace(hf_config=hf_config, mtp=MtpConfig(enable=False))
+        check_mtp_config(model_config, SimpleNamespace(override_transformer_config={}))
+        return hf_config
+
+    shared = PretrainedConfig(num_nextn_predict_layers=1)
+    ours = without_mtp_config(shared)
+    assert shared.num_nextn_predict_layers == 1  # the actor's, still
+    assert ours.to_dict() == reference(shared).to_dict()
+    assert shared.num_nextn_predict_layers == 0
+
+    none = PretrainedConfig(num_nextn_predict_layers=None)
+    with pytest.raises(TypeError):
+        reference(none)
+    assert without_mtp_config(none).num_nextn_predict_layers == 0
 
 
 # verl's masks.
@@ -439,20 +460,26 @@ def verl_server(engine, monkeypatch):
 
 @pytest.mark.engine
 def test_what_verls_server_keeps_of_an_output_has_our_counts(verl_server):
+    names = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
+
+    def outputs(generate):
+        for i in range(16):
+            params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+            output = asyncio.run(generate(verl_server, [i, 2, 3], params, f"request {i}"))
+            yield output.token_ids, output.extra_fields
+
     cls = type(verl_server)
     pasted = paste(cls.generate, GENERATE, counts_from_vllm=counts_from_vllm)
-    counts = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
-
-    def fields(generate):
-        params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-        output = asyncio.run(generate(verl_server, [1, 2, 3, 4], params, "request"))
-        return output.token_ids, output.extra_fields
-
-    tokens, verl = fields(cls.generate)
-    assert not verl.keys() & set(counts)  # stock vLLM: verl warns once, and there are no metrics
-    our_tokens, ours = fields(pasted)
-    assert our_tokens == tokens and len(tokens) == 24
-    drafted, accepted, steps = (ours[name] for name in counts)
-    assert drafted == steps > 0
-    # Prefill's token, and one a step besides those accepted; max_tokens cuts off at most one.
-    assert 1 + steps + accepted - 24 in (0, 1)
+    total_accepted = 0
+    for (tokens, verl), (our_tokens, ours) in zip(
+        outputs(cls.generate), outputs(pasted), strict=True
+    ):
+        assert not verl.keys() & set(names)  # stock vLLM: verl warns once and reports no metric
+        assert our_tokens == tokens and len(tokens) == 40
+        drafted, accepted, steps = (ours[name] for name in names)
+        assert drafted == steps > 0
+        # Prefill's token, then 1 a step and 1 more where its draft was accepted; the limit of
+        # tokens cuts off at most one.
+        assert 1 + steps + accepted - 40 in (0, 1)
+        total_accepted += accepted
+    assert total_accepted > 0
