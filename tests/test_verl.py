@@ -26,6 +26,8 @@ from mtp_mask import depth_mask, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import skip_mtp, without_mtp_config
 from spec_metrics import counts_from_vllm
+from toy.hybrid import build_hybrid_model
+from toy.model import mimo_config
 
 pytestmark = pytest.mark.verl
 
@@ -46,7 +48,7 @@ def initialize(self):
 def set_scale(self, mtp_loss_normalization_factor):
     """Fix 1: MegatronEngineWithLMHead.forward_step, where verl has computed that factor.
 
-    verl's own patch reads it from packed_seq_params._verl_mtp_loss_normalization_factor.
+    verl's own patch reads it from packed_seq_params, where its forward function has put it.
     """
     self.mtp.scale = self.tf_config.mtp_loss_scaling_factor * mtp_loss_normalization_factor
 
@@ -58,8 +60,9 @@ FORWARD = {
     )
 }
 
-# Fix 6: vLLMHttpServer.generate (verl/workers/rollout/vllm_rollout/vllm_async_server.py). What verl
-# asks for is a field of a vLLM fork; stock vLLM has no such field.
+# Fix 6: vLLMHttpServer.generate (verl/workers/rollout/vllm_rollout/vllm_async_server.py), with vLLM
+# 0.32 and rollout.engine_kwargs.vllm.per_request_spec_decode_metrics=summary. What verl asks for is
+# a field of a vLLM fork; stock vLLM has no such field.
 GENERATE = {
     'spec_decode_stats = getattr(final_res.metrics, "request_spec_decode_stats", None)': (
         "[spec_decode_stats] = counts_from_vllm([final_res])"
@@ -110,14 +113,15 @@ def verl_engine(tiny):
     """verl_engine(arm, ...): what MegatronEngine holds once it has initialized itself.
 
     arm     off: a model without MTP. verl: with verl's own patches. ours: with the lines above.
+    model   in place of the tiny GPTModel that the other arguments describe.
     """
 
-    def build(arm, mtp_layers=1, tied=False, detach_encoder=True, **overrides):
+    def build(arm, mtp_layers=1, tied=False, detach_encoder=True, model=None, **overrides):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from verl.utils.megatron_utils import patch_engine_mtp
         from verl.workers.config import MtpConfig
 
-        model = tiny(0 if arm == "off" else mtp_layers, tied, **overrides)
+        model = model or tiny(0 if arm == "off" else mtp_layers, tied, **overrides)
         chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         mtp = MtpConfig(enable_train=arm != "off", detach_encoder=detach_encoder)
         engine = SimpleNamespace(
@@ -241,11 +245,35 @@ def test_without_detach_encoder_the_trunk_learns_the_same_and_the_head_nothing(v
     assert not ours[head].any() and verl[head].abs().max() > 1e-2
 
 
-def test_padded_rows_give_what_packed_ones_give(verl_engine):
-    """data_format="bshd": the loss divides by the micro-batch's count, whatever the layout."""
-    _, packed = train(verl_engine("ours"), policy=0.0)
-    _, padded = train(verl_engine("ours"), policy=0.0, data_format="bshd")
-    assert_close(padded, packed, mtp_names(packed))
+@pytest.mark.parametrize(
+    "layout", [dict(data_format="bshd"), dict(pad_to_length_bucket=16)], ids=["rows", "pack"]
+)
+def test_padding_changes_nothing(verl_engine, layout):
+    _, expected = train(verl_engine("ours"), policy=0.0)
+    _, gradients = train(verl_engine("ours"), policy=0.0, **layout)
+    assert_close(gradients, expected, mtp_names(expected))
+
+
+def test_a_hybrid_model_that_verls_patch_passes_over_is_served_by_ours(verl_engine):
+    """With verl's lines Megatron's own loss, one number a token, arrives in place of the logits."""
+
+    def build():
+        hf_config = mimo_config(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)
+        model = build_hybrid_model(hf_config)
+        random_weights(model, 0)
+        return model
+
+    num_slots = sum(PROMPTS) + sum(RESPONSES)
+    verl_logits, _ = forward(verl_engine("verl", model=build()))
+    assert verl_logits.shape == (1, num_slots)
+
+    engine = verl_engine("ours", model=build())
+    [logits], gradients = train(engine, policy=0.0)
+    assert logits.shape == (1, num_slots, 64)
+    with skip_mtp(engine.module), torch.no_grad():
+        assert torch.equal(forward(engine)[0], logits)
+    for name in gradients:
+        assert gradients[name].any() == name.startswith("mtp."), name
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
@@ -459,6 +487,7 @@ def verl_server(engine, monkeypatch):
 
 
 @pytest.mark.engine
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 def test_what_verls_server_keeps_of_an_output_has_our_counts(verl_server):
     names = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
 
