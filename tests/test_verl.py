@@ -18,11 +18,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_weights
+from conftest import random_weights, run_on_ranks
 
 from drafter_sync import megatron_to_hf, sync_weights
 from mtp_loss import patch_mtp_loss
-from mtp_mask import depth_mask, expand_response_mask
+from mtp_mask import context_parallel_slice, depth_mask, depth_targets, expand_response_mask
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import skip_mtp, without_mtp_config
 from spec_metrics import counts_from_vllm
@@ -442,6 +442,35 @@ def test_verl_rolls_over_a_documents_end_where_the_mask_must_be_0():
     assert packed.cu_seqlens_q.tolist() == [0, 3, 5]
     assert verl.tolist() == [1, 1, 1, 1, 0]
     assert depth_mask(whole.values(), 0, whole.offsets()).tolist() == [1, 1, 0, 1, 0]
+
+
+def verl_share(rank, *jagged):
+    """What verl's packing gives this context-parallel rank of each, rolled, and its offsets."""
+    from verl.models.mcore.util import preprocess_thd_engine
+
+    shares = [preprocess_thd_engine(values, need_roll=True) for values in jagged]
+    return [share[0].tolist() for share, _, _ in shares], shares[0][1].cu_seqlens_q.tolist()
+
+
+def test_each_context_parallel_rank_gets_verls_targets_where_the_mask_counts():
+    ids, masks = batch()
+    masks = expand_response_mask(masks, ids.offsets().diff())
+    real = ids.offsets().tolist()
+    shares = run_on_ranks(2, verl_share, ids, masks, context_parallel=2)
+    for rank, ((verl_targets, verl_mask), padded) in enumerate(shares):
+        assert padded == [0, 12, 20, 32, 44]  # each document to a multiple of 4
+
+        def lay(jagged, padded=padded):
+            laid = torch.zeros(padded[-1], dtype=torch.int64)
+            for row, start in zip(jagged.unbind(), padded, strict=False):
+                laid[start : start + len(row)] = row
+            return laid
+
+        mask = depth_mask(lay(masks), 0, real, cu_seqlens_padded=padded)
+        targets = depth_targets(lay(ids), 0, real, cu_seqlens_padded=padded)
+        mask, targets = (context_parallel_slice(x, padded, 2, rank) for x in (mask, targets))
+        assert mask.tolist() == verl_mask and mask.any()
+        assert targets[mask].tolist() == torch.tensor(verl_targets)[mask].tolist()
 
 
 # verl's rollout server.
