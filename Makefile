@@ -10,8 +10,8 @@ RELEASES = 0.16.1 0.17.1 0.18.2 0.19.2
 RELEASE_TESTS = $(wildcard tests/test_mtp_loss.py tests/test_mtp_mask.py tests/test_mtp_recompute.py \
 	tests/test_ref_disable.py tests/test_drafter_sync.py)
 VERL = 0.9.1
-VERL_PINS = verl==$(VERL) ray==2.60.0 tensordict==0.10.0 omegaconf==2.4.0 msgpack==1.2.4 orjson==3.13.0 \
-	codetiming==1.4.0 pyvers==0.2.3
+VERL_PINS = verl==$(VERL) ray==2.60.0 tensordict==0.10.0 omegaconf==2.4.0 msgpack==1.2.4 \
+	orjson==3.13.0 codetiming==1.4.0 pyvers==0.2.3
 JOBS = 2
 ARGS =
 
@@ -42,7 +42,8 @@ test-releases: $(VENV_READY) ## the Megatron tests on megatron-core 0.16.1, 0.17
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(JOBS) $(RELEASES:%=release-%)
 
 test-verl: .verl/$(VERL)/ready ## the fixes inside verl 0.9.1's own code
-	PYTHONPATH=$(CURDIR)/$(<D) $(PYTHON) -m pytest -p no:cacheprovider -m verl tests/test_verl.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(<D) $(PYTHON) -m pytest -p no:cacheprovider -m verl \
+		tests/test_verl.py $(ARGS)
 
 check: $(VENV_READY) ## ruff: lint and format
 	$(PYTHON) -m ruff check .
@@ -107,7 +108,7 @@ $(RELEASES:%=.releases/%/ready): .releases/%/ready: $(VENV_READY)
 		$(call STOP,megatron-core $* could not be installed; uv says above why)
 	@touch $@
 
-# What verl's modules import on their way (Ray is most of its 220 MB); everything else is the environment's own.
+# What verl's modules import on their way (Ray is most of the 220 MB); all else is .venv's.
 .verl/$(VERL)/ready: $(VENV_READY)
 	@echo "Installing verl $(VERL) into $(@D)/"
 	@rm -rf $(@D)
