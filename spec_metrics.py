@@ -17,9 +17,23 @@ Replay  vLLM drafts the arg-max token, so at any temperature a draft is accepted
             token     P  P  p 11 12 13 14 15 16    b bonus: comes with an accepted draft
             draft              11  b 99 14  b 16   the draft for index i stands in slot i-2
             decision            1     0  1     1   the last counts, its bonus token was cut off
+Names   What others call these numbers, read in their source at the releases below:
+            accept_rate_micro    vLLM log "Avg Draft acceptance rate" (in %), SGLang log
+                                 "accept rate", SkyRL vllm/draft_acceptance_rate
+            accept_length_micro  vLLM log "Mean acceptance length", SGLang log "accept len",
+                                 SkyRL vllm/draft_mean_acceptance_length
+            accept_rate_macro    verl rollout/spec_accept_rate, and accept_length_macro
+                                 rollout/spec_accept_length; a request without drafts adds 0
+            accept_rate_pos_j    vLLM log "Per-position acceptance rate", SkyRL
+                                 vllm/draft_acceptance_rate_pos_j; both divide by all verify steps
+            none of ours         SGLang spec_accept_length: completion tokens / verify steps
+        Conditional: verl's v1 trainer wants counts of every request (from vLLM: a fork's), SkyRL
+        enable_ray_prometheus_stats. The logs cover all requests of an interval. SGLang's drafted is
+        steps x (speculative_num_draft_tokens - 1). slime: not on PyPI, not read.
 Source  vllm 0.32.0 v1/metrics/stats.py, v1/spec_decode/metrics.py, v1/core/sched/scheduler.py; verl
-        0.9.1 trainer/ppo/ray_trainer.py, async_sglang_server.py (verl#7543); sglang 0.5.10 to
-        0.5.12 tokenizer_manager.py _calculate_spec_decoding_metrics (sglang#23530)
+        0.9.1 ray_trainer.py, v1/trainer_base.py, async_sglang_server.py (verl#7543); sglang 0.5.10
+        to 0.5.12 tokenizer_manager.py (sglang#23530), scheduler_metrics_mixin.py (0.5.12); skyrl
+        0.4.0 train/utils/vllm_metrics_scraper.py
 Shapes  T tokens of a request, k drafts a step, V vocabulary
 Run     python -m pytest tests/test_spec_metrics.py
 """
