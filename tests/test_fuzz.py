@@ -1,7 +1,7 @@
 """Whatever comes in: nothing wrong comes out in silence, and everything is as it was found.
 
-Each attempt draws good arguments, spoils up to two of them as a caller might (another length, shape,
-sign, dtype or order, a part missing or there twice, NaN) and calls. Good arguments are never
+Each attempt draws good arguments, spoils up to two of them as a caller might (another length,
+shape, sign, dtype or order, a part missing or there twice, NaN) and calls. Good arguments are never
 refused. An error is as good as an answer, whatever its type; an answer must be what a slow loop,
 written from the rule, makes of the same arguments. Arguments, model and engine are left alone.
 """
