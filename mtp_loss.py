@@ -157,12 +157,12 @@ def patch_mtp_loss(
 
         def block_with_loss(**arguments):
             ran.append(True)
-            states = _run_mtp(model, block, arguments, num_drafts, detach_trunk)
+            states = _run_mtp(block, arguments, num_drafts or num_layers, detach_trunk)
             batch = labels, loss_mask, arguments["packed_seq_params"]
             options = rule, objective, chunk_tokens
             return _add_losses(model, arguments["hidden_states"], states, batch, options, record)
 
-        with _mtp_replaced(model, block_with_loss):
+        with _recursion(model, num_drafts), _mtp_replaced(model, block_with_loss):
             logits = stock(*given.args, **given.kwargs)
         _check_ran(model, ran)
         return logits
@@ -196,8 +196,7 @@ def draft_tokens(
     block, drafts = model.mtp, []
 
     def block_with_drafts(**arguments):
-        recursion = num_drafts if num_layers == 1 else None
-        states = _run_mtp(model, block, arguments, recursion, detach_trunk=True)
+        states = _run_mtp(block, arguments, num_drafts or num_layers, detach_trunk=True)
         with _whole_sequence(model.output_layer) as whole:
             drafts.extend(_best_tokens(model, whole(state)) for state in states[:wanted])
         return arguments["hidden_states"][:1]  # one slot is enough: nobody asks for main logits
@@ -207,6 +206,7 @@ def draft_tokens(
     try:
         with (
             _replaced(model, "forward", types.MethodType(type(model).forward, model)),
+            _recursion(model, num_drafts),
             _mtp_replaced(model, block_with_drafts),
         ):
             model(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
@@ -237,6 +237,15 @@ def _mtp_replaced(model, block):
         yield
 
 
+def _recursion(model, num_drafts):
+    """Inside, the MTP block returns num_drafts depths, where it has fewer layers."""
+    if num_drafts is None or num_drafts == model.config.mtp_num_layers:
+        return nullcontext()
+    from mtp_recursion import draft_recursion
+
+    return draft_recursion(model, num_drafts)
+
+
 class _StandIn:
     """An attribute of the model that hides the module of its name: called instead, else the same."""
 
@@ -254,7 +263,7 @@ def _trunk_alone(*, hidden_states, **unused):
     return hidden_states
 
 
-def _run_mtp(model, block, arguments, num_drafts, detach_trunk):
+def _run_mtp(block, arguments, num_depths, detach_trunk):
     """Each depth's hidden state [s, b, h], from the block called as Megatron's forward calls it."""
     _check_packed(arguments["packed_seq_params"])
     hidden, embedding = arguments["hidden_states"], arguments["embedding"]
@@ -269,13 +278,7 @@ def _run_mtp(model, block, arguments, num_drafts, detach_trunk):
             "hidden_states": hidden.detach().requires_grad_(),
             "embedding": embed,
         }
-    recursion, num_depths = nullcontext(), model.mtp.config.mtp_num_layers
-    if num_drafts is not None and num_drafts > 1:
-        from mtp_recursion import draft_recursion
-
-        recursion, num_depths = draft_recursion(model, num_drafts), num_drafts
-    with recursion:
-        return block(**arguments).chunk(1 + num_depths)[1:]
+    return block(**arguments).chunk(1 + num_depths)[1:]
 
 
 def _add_losses(model, trunk, states, batch, options, record):
