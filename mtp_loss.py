@@ -68,8 +68,7 @@ def mtp_cross_entropy(
     out. Gradient reaches `hidden` only. A GPU is waited for, since the number of slots must be
     known. ValueError: other shapes, another mask, a target outside the vocabulary, no chunk_tokens.
     """
-    weight = getattr(output_layer, "weight", None) if output_weight is None else output_weight
-    return _score(hidden, None, output_layer, weight, targets, mask, chunk_tokens)
+    return _score(hidden, None, output_layer, output_weight, targets, mask, chunk_tokens)
 
 
 @contextmanager
@@ -99,12 +98,12 @@ def patch_mtp_loss(
                   all of t+1 to t+1+k.
     scale         lambda, by default config.mtp_loss_scaling_factor; each depth weighs scale / K.
     denominator   divides a depth's summed loss: one number, or one a depth. By default that depth's
-                  count on this rank, at least 1. With config.calculate_per_token_loss Megatron
-                  divides all gradients by the sum of loss_mask, and the default is count / that
-                  sum, as in Megatron's own MTP loss (1 on 0.16). With the global batch's count,
-                  gradients summed over micro-batches and ranks are those of the undivided batch.
-                  That takes gradients that are summed and an autoscaler scale of 1: where a
-                  schedule or DDP averages, divide the count by num_microbatches x dp (x cp).
+                  count on this rank, at least 1; with config.calculate_per_token_loss, where all
+                  gradients are divided by the sum of loss_mask later, count / that sum, as in
+                  Megatron's own MTP loss (1 on 0.16). With the global batch's count, gradients
+                  summed over micro-batches and ranks are those of the undivided batch, if the
+                  autoscaler's scale is 1: where a schedule or DDP averages, divide the count by
+                  num_microbatches x dp (x cp).
     chunk_tokens  as in mtp_cross_entropy.
     num_drafts    None: as many depths as the model has MTP layers. k: the model's one layer is
                   trained at depths 1 to k, as an engine drafts with it (mtp_recursion.py).
@@ -145,7 +144,7 @@ def patch_mtp_loss(
             raise ValueError(f"{came}; wanted both, [b, s]: pass the label-aligned response mask")
         is_off = model.config.mtp_num_layers is None  # inside skip_mtp
         if labels is None or is_off or not torch.is_grad_enabled():
-            with _mtp_replaced(model, _trunk_alone):
+            with _mtp_replaced(model):
                 return stock(*given.args, **given.kwargs)
         block = model.mtp
 
@@ -208,19 +207,19 @@ def draft_tokens(
 
 
 @contextmanager
-def _mtp_replaced(model, call):
+def _mtp_replaced(model, call=None):
     """Megatron's forward then calls `call` instead of model.mtp and takes no MTP loss of its own.
 
-    The module itself, its hooks and whatever wraps its forward, in whatever order the contexts were
+    With None the trunk's state goes to the head as it is, where MTP appends a state a depth. The module itself, its hooks and whatever wraps its forward, in whatever order the contexts were
     entered, stay behind `call`. A copy of the config goes to the model alone: the MTP block, and
     MoE routers, go on reading the number of layers from the one they share.
     """
-    stand_in = _StandIn(model.mtp, call)
+    stand_in = _StandIn(model.mtp, call or (lambda *, hidden_states, **unused: hidden_states))
     config = copy.copy(model.config)
     config.mtp_num_layers = None
     with _replaced(model, "mtp", stand_in), _replaced(model, "config", config):
         yield
-    if not stand_in.was_called and call is not _trunk_alone:
+    if call and not stand_in.was_called:
         came = f"{type(model).__name__}.forward did not call model.mtp: no MTP loss, no draft"
         raise RuntimeError(f"{came}; wanted mtp_process on and no inference mode: leave that mode")
 
@@ -237,10 +236,6 @@ class _StandIn:
 
     def __getattr__(self, name):
         return getattr(self.module, name)
-
-
-def _trunk_alone(*, hidden_states, **unused):
-    return hidden_states
 
 
 def _recursion(model, num_drafts):
@@ -276,7 +271,7 @@ def _add_losses(model, trunk, states, batch, options, record):
     if objective == "total_variation":
         policy = _whole_sequence(trunk.detach(), model.output_layer)
     rolled = _roll(model, labels, loss_mask, policy, packed, rule)
-    head, weight = model.output_layer, _head_weight(model)
+    head, weight = model.output_layer, _tied_weight(model)
     for depth, state in enumerate(states):
         targets, mask, policy = next(rolled)
         loss, correct = _score(state, policy, head, weight, targets, mask, chunk_tokens)
@@ -374,7 +369,7 @@ def _best_tokens(model, hidden):
     hidden_TD = hidden.reshape(-1, hidden.shape[2])
     slots_T = torch.arange(len(hidden_TD), device=hidden.device)
     nothing_T = torch.zeros_like(slots_T)  # there are no targets; any token will do
-    head, weight = model.output_layer, _head_weight(model)
+    head, weight = model.output_layer, _tied_weight(model)
     token_T = _score_slots(hidden_TD, None, head, weight, slots_T, nothing_T, 1024, False)[1]
     return token_T.view(hidden.shape[:2]).t().contiguous()
 
@@ -388,9 +383,6 @@ def _score(hidden, policy, output_layer, weight, targets, mask, chunk_tokens):
     _check_slots(hidden, targets, mask, chunk_tokens)
     slots_N = mask.bool().t().reshape(-1).nonzero()[:, 0]  # in [s, b] order, as hidden lies
     targets_N = targets.t().reshape(-1)[slots_N]
-    # Detached, it takes Megatron's head down its frozen-weight path: no weight gradient, no fused
-    # add to main_grad.
-    weight = None if weight is None else weight.detach()
     # Inside a Function this can't be told any more.
     wants_grad = hidden.requires_grad and torch.is_grad_enabled()
     return _ChunkedLoss.apply(
@@ -432,6 +424,10 @@ def _score_slots(
 ):
     """loss_N, arg-max token_N and, if wanted, d loss / d hidden as grad_ND; one chunk's logits live."""
     group = _vocabulary_group(output_layer)
+    weight = getattr(output_layer, "weight", None) if weight is None else weight
+    # Detached, it takes Megatron's head down its frozen-weight path: no weight gradient, no fused
+    # add to main_grad.
+    weight = None if weight is None else weight.detach()
 
     def project(rows):
         # Gathered already, so that the head's own backward sums over ranks.
@@ -439,7 +435,8 @@ def _score_slots(
             logits, bias = output_layer(rows[:, None], weight=weight)
         return logits if bias is None else logits + bias.detach()
 
-    loss_N = hidden_TD.new_empty(len(slots_N), dtype=_wide(hidden_TD.dtype))
+    loss_dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+    loss_N = hidden_TD.new_empty(len(slots_N), dtype=loss_dtype)
     token_N = torch.empty_like(targets_N)
     grad_ND = hidden_TD.new_empty(len(slots_N) if wants_grad else 0, hidden_TD.shape[1])
     for start in range(0, len(slots_N), chunk_tokens):
@@ -495,7 +492,7 @@ def _total_variation(policy_NV, draft_NV, group, wants_grad):
         token_N = token_N + first_token
         if group:
             top_N, token_N, total_N, _ = _over_ranks(top_N, token_N, total_N, total_N, group)
-        softmaxes += [logits_NV, top_N, total_N]
+        softmaxes.append((logits_NV, top_N, total_N))
     sums_2N = torch.stack(step[_overlap](*softmaxes))
     if group:
         torch.distributed.all_reduce(sums_2N, group=group)
@@ -508,7 +505,7 @@ def _total_variation(policy_NV, draft_NV, group, wants_grad):
 def _row_statistics(logits_NV):
     """Each row's largest logit, its place (the first on a tie), and sum of exp(logit - largest)."""
     top_N, token_N = logits_NV.max(dim=1)
-    top_N = top_N.to(_wide(logits_NV.dtype))
+    top_N = top_N.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return top_N, token_N, (logits_NV - top_N[:, None]).exp_().sum(dim=1)
 
 
@@ -520,23 +517,16 @@ def _probabilities(logits_NV, top_N, total_N):
     return (logits_NV - top_N[:, None]).exp_().div_(total_N[:, None])
 
 
-def _overlap(policy_NV, policy_top_N, policy_total_N, draft_NV, draft_top_N, draft_total_N):
+def _overlap(policy, draft):
     """Each row's sum of max(p - q, 0), which is 1 - sum of min(p, q), and of q where q < p."""
-    p_NV = _probabilities(policy_NV, policy_top_N, policy_total_N)
-    q_NV = _probabilities(draft_NV, draft_top_N, draft_total_N)
+    p_NV, q_NV = _probabilities(*policy), _probabilities(*draft)
     return (p_NV - q_NV).clamp(min=0).sum(dim=1), q_NV.where(q_NV < p_NV, 0).sum(dim=1)
 
 
-def _overlap_gradient(
-    policy_NV, policy_top_N, policy_total_N, draft_NV, draft_top_N, draft_total_N, low_N
-):
-    """d loss / d draft logit i = q_i (sum of q where q < p, minus 1 where q_i < p_i).
-
-    Bebop, arXiv 2606.12370.
-    """
-    p_NV = _probabilities(policy_NV, policy_top_N, policy_total_N)
-    q_NV = _probabilities(draft_NV, draft_top_N, draft_total_N)
-    return (q_NV * (low_N[:, None] - (q_NV < p_NV).to(q_NV.dtype))).to(draft_NV.dtype)
+def _overlap_gradient(policy, draft, low_N):
+    """By draft logit i: q_i (sum of q where q < p, less 1 where q_i < p_i); arXiv 2606.12370."""
+    p_NV, q_NV = _probabilities(*policy), _probabilities(*draft)
+    return (q_NV * (low_N[:, None] - (q_NV < p_NV).to(q_NV.dtype))).to(draft[0].dtype)
 
 
 @functools.cache  # torch.compile takes 30 ms even when all is compiled
@@ -580,9 +570,9 @@ def _replaced(owner, name, value):
         vars(owner).update(before)
 
 
-def _head_weight(model):
-    tied = model.share_embeddings_and_output_weights
-    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+def _tied_weight(model):
+    is_tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if is_tied else None
 
 
 def _vocabulary_group(output_layer):
@@ -590,10 +580,6 @@ def _vocabulary_group(output_layer):
     group = getattr(output_layer, "tp_group", None)
     is_whole = group is None or group.size() == 1 or getattr(output_layer, "gather_output", False)
     return None if is_whole else group
-
-
-def _wide(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # The same lines as in ref_disable.py and drafter_sync.py.
