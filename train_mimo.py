@@ -67,7 +67,7 @@ from toy.optimizer import (
     sum_over_data_parallel,
 )
 from toy.ppo import estimate_advantages, label_logprobs, mean_entropy
-from toy.report import columns, draw, read_baseline, report
+from toy.report import columns, draw, read_baseline, report, short
 from toy.state import restore, save
 from toy.task import MAX_PROMPT, make_prompts, make_sequences, token_rewards
 
@@ -295,7 +295,7 @@ def start_rollouts(trainer, args):
         gpu_memory_utilization=0.3,
     )
     torch.set_num_threads(1)  # vLLM's CPU worker has set its own
-    print(" ".join(columns(args)), flush=True)
+    print(*map(short, columns(args)), flush=True)
     return llm
 
 

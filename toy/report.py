@@ -31,6 +31,10 @@ def columns(args):
     }
 
 
+def short(name):
+    return name.removeprefix("spec/accept_rate_")
+
+
 def report(step, metrics, samples, clock, baseline, args):
     """One aligned line on the screen; all of it, with seconds, in metrics.jsonl."""
     if torch.distributed.get_rank():
@@ -45,7 +49,9 @@ def report(step, metrics, samples, clock, baseline, args):
     with open(f"{args.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
     cells = ((name, line.get(name), form) for name, form in columns(args).items())
-    cells = (("-" if x is None else form.format(x)).rjust(len(name)) for name, x, form in cells)
+    cells = (
+        ("-" if x is None else form.format(x)).rjust(len(short(name))) for name, x, form in cells
+    )
     left = (clock[-1] - clock[0]) * (args.steps - step - 1)
     print(*cells, f" {left:.0f} s left", flush=True)
 
