@@ -5,9 +5,12 @@ _score changes. Between the two lies what tensor-parallel ranks exchange (_over_
 
 Run   TRITON_INTERPRET=1 python kernel_triton.py     on a CPU: both against float64
       python kernel_triton.py                        on a GPU: the same at MiMo-7B's vocabulary, then block sizes timed
+      python kernel_triton.py --compare ARGS         bench_mtp_loss.py with torch.compile and Triton side by side
 """
 
 import functools
+import sys
+import unittest.mock
 
 import torch
 
@@ -133,7 +136,44 @@ def sweep(num_rows=1024, vocab=151_680):
             )
 
 
+def compare():
+    """bench_mtp_loss with torch.compile and Triton side by side, whichever of them mtp_loss.py holds."""
+    sys.path.insert(0, "benchmarks")
+    import bench_mtp_loss
+
+    import mtp_loss
+
+    plain = mtp_loss._row_statistics, mtp_loss._softmax
+    pairs = {"triton": _fused(), "in place": _fused(in_place=True), "compile": plain}
+    pairs["compile"] = tuple(map(torch.compile, plain)) if torch.cuda.is_available() else plain
+    stock = bench_mtp_loss.contestants
+
+    def contestants(*args):
+        runs = {}
+        for (name, share), run in stock(*args).items():
+            if not name.startswith("chunked"):
+                runs[name, share] = run
+                continue
+            for label, pair in pairs.items():
+                if label == "compile" and not name.endswith(" 1024"):
+                    continue
+
+                def patched(run=run, pair=pair):
+                    with unittest.mock.patch.object(mtp_loss, "_fused", lambda: pair):
+                        run()
+
+                runs[f"{name} {label}", share] = patched
+        return runs
+
+    bench_mtp_loss.contestants = contestants
+    bench_mtp_loss.main()
+
+
 if __name__ == "__main__":
+    if "--compare" in sys.argv:
+        sys.argv.remove("--compare")
+        compare()
+        sys.exit()
     cuda = torch.cuda.is_available()
     device, vocab = ("cuda", 151_680) if cuda else ("cpu", 10_007)
     for dtype in (torch.bfloat16, torch.float32):
