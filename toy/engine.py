@@ -137,10 +137,17 @@ def end_generate(resources, outputs):
 
 
 def generate(llm, prompts, params):
-    """Yields (RequestOutput, tokens gained in each engine step or, where vLLM keeps a record, None) a prompt."""
+    """(RequestOutput, accepted, drafted) of each prompt: counts of each verify step, in order.
+
+    Without speculation both are None. An entry of accepted is None where it can't be known: on
+    vLLM 0.25.1 the last step of a request, whose tokens the stop may have cut off.
+    """
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    if hasattr(llm.llm_engine.vllm_config.observability_config, "per_request_spec_decode_metrics"):
-        yield from ((output, None) for output in llm.generate(inputs, params, use_tqdm=False))
+    config = llm.llm_engine.vllm_config
+    if hasattr(config.observability_config, "per_request_spec_decode_metrics"):
+        for output in llm.generate(inputs, params, use_tqdm=False):
+            record = output.outputs[0].spec_decode_metrics
+            yield output, record and record.per_step_accepted, record and record.per_step_drafted
         return
     # vLLM 0.25.1 keeps no record: step the engine by hand and see how many tokens each request gains.
     lengths, last = collections.defaultdict(lambda: [0]), {}
@@ -151,13 +158,22 @@ def generate(llm, prompts, params):
             lengths[output.request_id].append(len(output.outputs[0].token_ids))
             last[output.request_id] = output
     for i in map(str, range(len(inputs))):
-        yield last[i], [after - before for before, after in itertools.pairwise(lengths[i])]
+        if config.speculative_config is None:
+            yield last[i], None, None
+            continue
+        num_drafts = config.speculative_config.num_speculative_tokens
+        gains = [after - before for before, after in itertools.pairwise(lengths[i])]
+        accepted = [gain - 1 for gain in gains if gain][1:]  # the first token is prefill's
+        if accepted and accepted[-1] < num_drafts:
+            accepted[-1] = None
+        yield last[i], accepted, [num_drafts] * len(accepted)
 
 
 def sample(llm, prompts, max_tokens, seeds, *, temperature=1.0):
-    """One response a prompt: dicts of prompt, response, logprobs (of the tempered distribution), output, gains.
+    """One response a prompt: dicts of prompt, response, logprobs, accepted, drafted, output.
 
-    A seed a request, so that scheduling does not change it; output, gains as in `generate`.
+    logprobs are of the tempered distribution. A seed a request, so that scheduling does not change
+    it; accepted and drafted as in `generate`.
     """
     from vllm import SamplingParams
 
@@ -165,11 +181,10 @@ def sample(llm, prompts, max_tokens, seeds, *, temperature=1.0):
     limits = zip(max_tokens, seeds, strict=True)
     params = [SamplingParams(max_tokens=n, seed=seed, **shared) for n, seed in limits]
     samples = []
-    for output, gains in generate(llm, prompts, params):
+    for output, accepted, drafted in generate(llm, prompts, params):
         prompt, response = output.prompt_token_ids, list(output.outputs[0].token_ids)
         entries = zip(output.outputs[0].logprobs, response, strict=True)
         logprobs = [entry[token].logprob for entry, token in entries]
-        samples.append(
-            dict(prompt=prompt, response=response, logprobs=logprobs, output=output, gains=gains)
-        )
+        sample = dict(prompt=prompt, response=response, logprobs=logprobs)
+        samples.append(sample | dict(accepted=accepted, drafted=drafted, output=output))
     return samples

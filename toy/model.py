@@ -6,6 +6,7 @@ the fixes can be seen to work on any machine. Stands beside the fixes and import
 
 import contextlib
 import itertools
+import os
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +45,17 @@ def mimo_config(
     }
 
 
-def init_megatron(device="cpu", tensor_parallel=1, context_parallel=1, rank=0, world_size=1):
+def torchrun():
+    """(rank, number of ranks) that torchrun set for this process; (0, 1) without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def init_megatron(device="cpu", tensor_parallel=1, context_parallel=1):
     """Megatron's groups over torch.distributed (gloo or NCCL), unless that is started already."""
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core import parallel_state
 
+    rank, world_size = torchrun()
     if device == "cpu":  # Megatron asks CUDA for the current device and keeps its dropout RNG there
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.manual_seed = torch.manual_seed
@@ -64,9 +71,10 @@ def init_megatron(device="cpu", tensor_parallel=1, context_parallel=1, rank=0, w
             rank=rank,
             world_size=world_size,
         )
-    parallel_state.initialize_model_parallel(
-        tensor_parallel, context_parallel_size=context_parallel
-    )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_parallel, context_parallel_size=context_parallel
+        )
     megatron_random.model_parallel_cuda_manual_seed(1)
 
 
@@ -166,6 +174,40 @@ def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, 
         share_embeddings_and_output_weights=hf_config["tie_word_embeddings"],
         mtp_block_spec=mtp_spec,
     )
+
+
+def num_parameters(module):
+    """Of the whole module: a shard counts for every tensor-parallel rank."""
+    shards = module.config.tensor_model_parallel_size
+    return sum(
+        p.numel() * (shards if getattr(p, "tensor_model_parallel", False) else 1)
+        for p in module.parameters()
+    )
+
+
+def forward(model, batch, labels=None, loss_mask=None):
+    """Logits `[T, V]` of a batch, whole on every tensor-parallel rank."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    logits = model(
+        batch["input_ids"],
+        batch["position_ids"],
+        None,
+        labels=labels,
+        loss_mask=loss_mask,
+        packed_seq_params=batch["packed"],
+    )
+    return gather_from_tensor_model_parallel_region(logits).flatten(0, 1)
+
+
+def copies(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@torch.no_grad()
+def fill(tensors, values):
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
 
 
 def pack(documents, device="cpu"):
