@@ -88,7 +88,9 @@ def rollout(llm, lengths, vocab):
     seconds = time.perf_counter() - began
     came = [len(output.outputs[0].token_ids) for output in outputs]
     if came != lengths:
-        raise RuntimeError(f"responses of {came} tokens came, wanted {lengths}: no rate can be given")
+        raise RuntimeError(
+            f"responses of {came} tokens came, wanted {lengths}: no rate can be given"
+        )
     return seconds, counts_from_vllm_counters(before, llm.get_metrics())
 
 
@@ -192,7 +194,9 @@ def main():
     parser = common.parser(__doc__)
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--tokens", type=int, default=512, help="of a response; the mix's longest: 2x")
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="of a response; the mix's longest: 2x"
+    )
     parser.add_argument("--rates", type=float, nargs=3, help="ours, of positions 1 to 3")
     parser.add_argument("--rates-from", default=f"{common.RESULTS}/rollout_medium.json")
     options = parser.parse_args()
@@ -206,7 +210,12 @@ def main():
         common.child_main(lambda save: run_arm(options, hf_config, dtype, save), options)
 
     began, rows, parts = time.perf_counter(), [], {}
-    result = {"benchmark": "rollout7b", "tokens": options.tokens, "skyrl": SKYRL, "ours": options.rates}
+    result = {
+        "benchmark": "rollout7b",
+        "tokens": options.tokens,
+        "skyrl": SKYRL,
+        "ours": options.rates,
+    }
     result |= common.provenance(options.device, options.commit)
     at_once = AT_ONCE if options.device == "cuda" else 1
     with tempfile.TemporaryDirectory(prefix="bench_") as work:
@@ -216,8 +225,7 @@ def main():
             parts |= failed
             print(f"{len(children)} engines after {time.perf_counter() - began:.0f} s", flush=True)
             for arm, (child, part) in children.items():
-                child.stdin.write("go\n")
-                child.stdin.flush()
+                common.go_on(child)
                 left = deadline - time.perf_counter()
                 parts[arm] = common.end_child(child, part, work, left)
                 rows += parts[arm].pop("rows", [])
@@ -228,7 +236,7 @@ def main():
     common.table(with_speedups(rows), [*columns, "speedup"])
     print(f"{result.get('seconds', 0):.0f} s")
     failures = [f"{arm}: {part['error']}" for arm, part in parts.items() if "error" in part]
-    sys.exit("\n".join(failures))
+    sys.exit("\n".join(failures) or 0)
 
 
 if __name__ == "__main__":

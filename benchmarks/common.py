@@ -25,9 +25,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-import toy.engine  # noqa: E402, F401, before torch: it sets vLLM's environment
+import toy.engine  # noqa: E402  isort: skip, before torch: it sets vLLM's environment
+import torch  # noqa: E402
 
-import torch  # noqa: E402  isort: skip
+import toy.model  # noqa: E402
+from drafter_sync import megatron_to_hf  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 GB = 1e9
@@ -108,6 +110,13 @@ def end_child(child, part, work, limit_s):
     tail = pathlib.Path(f"{work}/{part}.log").read_text(errors="replace")[-5000:]
     print(tail, f"{part}: {result.get('error', error)}", sep="\n", file=sys.stderr, flush=True)
     return {"error": error} | result | {"log": tail.splitlines()}
+
+
+def go_on(child):
+    """To a child that reads a line before it measures."""
+    with contextlib.suppress(BrokenPipeError):  # it has died, which end_child will tell
+        child.stdin.write("go\n")
+        child.stdin.flush()
 
 
 def run_child(part, limit_s):
@@ -197,34 +206,15 @@ def table(rows, columns=None):
     sys.stdout.flush()
 
 
-def hf_shapes(hf_config):
-    """{name: shape} of every tensor of a MiMo checkpoint, in its order; a push refuses any mistake in it."""
-    hidden, ffn, vocab = (
-        hf_config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    queries = hf_config["num_attention_heads"] * hf_config["head_dim"]
-    keys = hf_config["num_key_value_heads"] * hf_config["head_dim"]
-    layer = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        layer[f"self_attn.{name}_proj.weight"] = (rows, hidden)
-        layer[f"self_attn.{name}_proj.bias"] = (rows,)
-    layer |= {"self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, ffn)}
-    layer |= {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
-    mtp = layer | {f"{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
-    mtp |= {"input_proj.weight": (hidden, 2 * hidden)}
-    shapes = {"model.embed_tokens.weight": (vocab, hidden)}
-    for i in range(hf_config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    for i in range(hf_config["num_nextn_predict_layers"]):
-        shapes |= {f"model.mtp_layers.{i}.{name}": shape for name, shape in mtp.items()}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
-
-
 def random_tensors(hf_config, device, dtype, seed=0):
-    """{HF name: tensor}: norm weights around 1 (all ones would hide which state they act on), all else around 0."""
+    """{HF name: tensor} of a whole checkpoint: norm weights around 1, all else around 0."""
+    toy.model.init_megatron(device)
+    with torch.device("meta"):  # for names and shapes
+        model = toy.model.build_model(hf_config, perform_initialization=False)
     generator, tensors = torch.Generator(device).manual_seed(seed), {}
-    for name, shape in hf_shapes(hf_config).items():
-        tensor = torch.empty(shape, device=device, dtype=dtype)
+    for name, shape in megatron_to_hf(model.named_parameters(), hf_config):
+        tensor = torch.empty(shape.shape, device=device, dtype=dtype)
+        # Norm weights of all ones would hide which state they act on.
         tensors[name] = tensor.normal_(0, 0.02, generator=generator).add_("norm" in name)
     return tensors
 
