@@ -1,27 +1,29 @@
 """Fix 4 of 6: the reference model is built without MTP, and the actor's log-prob pass runs none.
 
-Bug     Reference and old-log-prob passes want the trunk's log-probs. Built from the checkpoint's config, the reference
-        gets MTP layers as well: they are loaded, run in every pass, and their output is thrown away. Switching them off
-        on the config object that both models share takes them from the actor too, if it is built later. And
-        megatron-core 0.16 crashes where labels are absent, as in such a pass, unless mtp_num_layers is None: 0 is "on".
-Rule    The reference is built from copies that say no MTP, and filled from the checkpoint without its MTP tensors. The
-        actor keeps its layers, and skips them for the length of a pass.
+Bug     Reference and old-log-prob passes want the trunk's log-probs. Built from the checkpoint's
+        config, the reference gets MTP layers too: they are loaded, run in every pass, and their
+        output is thrown away. Switching them off on the config object that both models share
+        takes them from the actor as well, if it is built later. And megatron-core 0.16 crashes
+        where labels are absent, as in such a pass, unless mtp_num_layers is None: 0 is "on".
+Rule    The reference is built from copies that say no MTP, and filled from the checkpoint without
+        its MTP tensors. The actor keeps its MTP layers, and skips them for the length of a pass.
 
-            a toy MiMo, one HF config           MTP layers  parameters  MTP forwards a pass  MTP in an actor built next
-            reference, as the config says                1     140,480                    1  yes
-            reference, shared config set to 0            0      90,816                    0  no
-            reference, from copies                       0      90,816                    0  yes
-            actor, inside skip_mtp                       1     140,480                    0  yes
+            a toy MiMo, one HF config          MTP layers  MTP forwards a pass  next actor has MTP
+            reference, as the config says               1                    1  yes
+            reference, shared config set to 0           0                    0  no
+            reference, from copies                      0                    0  yes
+            actor, inside skip_mtp                      1                    0  yes
 
-Source  verl#6626 (shared config), Megatron-Bridge#4188 (an export without MTP); megatron-core 0.16.1,
-        megatron/core/models/gpt/gpt_model.py, GPTModel._postprocess (the crash).
+Source  verl#6626 (shared config), Megatron-Bridge#4188 (an export without MTP); megatron-core
+        0.16.1, megatron/core/models/gpt/gpt_model.py, GPTModel._postprocess (the crash).
 Use     reference_hf = without_mtp_config(hf_config)
-        with safetensors.safe_open(path, "pt") as file:     # by name first: no MTP tensor is read into memory
+        with safetensors.safe_open(path, "pt") as file:  # by name first: no MTP tensor is read
             for name, _ in drop_mtp_weights((name, None) for name in file.keys()):
                 load(name, file.get_tensor(name))
         with skip_mtp(actor), torch.no_grad():
             old_logits = actor(input_ids, position_ids, attention_mask)
-Run     python ref_disable.py prints the table, computed; tests/test_ref_disable.py is the specification.
+Run     python figures/demos.py reference prints the table, computed; tests/test_ref_disable.py is
+        the specification.
 """
 
 import contextlib
@@ -35,20 +37,15 @@ COUNT_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def without_mtp_config(hf_config):
     """A deep copy of a Hugging Face config in which every MTP layer count is 0.
 
-    hf_config  a PretrainedConfig or a plain dict. Where num_nextn_predict_layers and mtp_num_hidden_layers exist they
-               become 0, also inside text_config; a field that does not exist is not added.
+    hf_config  a PretrainedConfig or a plain dict. Where num_nextn_predict_layers and
+               mtp_num_hidden_layers exist they become 0, also inside text_config; a field that
+               does not exist is not added.
 
-    Returns the copy; hf_config is unchanged and stays the actor's. TypeError for what is no config or can't be copied.
+    Returns the copy, of hf_config's own class; hf_config is unchanged and stays the actor's.
     """
-    _parts(hf_config)  # deepcopy would speak first, and of pickling
-    try:
-        disabled = copy.deepcopy(hf_config)
-    except Exception as error:
-        came = f"hf_config holds what cannot be copied ({error!s:.60})"
-        raise TypeError(
-            f"{came}; wanted plain values: take out locks, handles and the like"
-        ) from error
-    for part in _parts(disabled):
+    disabled = copy.deepcopy(hf_config)
+    fields = disabled if isinstance(disabled, dict) else vars(disabled)
+    for part in (disabled, fields.get("text_config")):
         for name in COUNT_NAMES:
             if isinstance(part, dict) and name in part:
                 part[name] = 0
@@ -57,95 +54,47 @@ def without_mtp_config(hf_config):
     return disabled
 
 
-def mtp_layer_count(hf_config):
-    """How many MTP layers a config has, for whoever asks for MTP.
-
-    hf_config as above. Returns an int, 1 or more. ValueError if the config has none (no such field, 0 or None), if its
-    fields differ, or if one is no count; TypeError for what is no config.
-    """
-    counts = []
-    for part in _parts(hf_config):
-        for name in COUNT_NAMES:
-            count = part.get(name) if isinstance(part, dict) else getattr(part, name, None)
-            if count is not None and (
-                not isinstance(count, int) or isinstance(count, bool) or count < 0
-            ):
-                raise ValueError(
-                    f"{name} is {count!r}; wanted an int, 0 or more: correct the config"
-                )
-            counts += [count] if count else []
-    if not counts:
-        came = f"MTP is asked for, and {' and '.join(COUNT_NAMES)} are absent, 0 or None in this config"
-        raise ValueError(
-            f"{came}; wanted 1 or more: take a checkpoint that has MTP layers, or train without MTP"
-        )
-    if len(set(counts)) > 1:
-        came = f"the config gives the number of MTP layers as {' and as '.join(map(str, counts))}"
-        raise ValueError(f"{came}; wanted one number: correct the config")
-    return counts[0]
-
-
 def reference_transformer_config(config):
     """A copy of a Megatron TransformerConfig with mtp_num_layers None, to build the reference with.
 
-    None and not 0, which megatron-core 0.16 takes for "on". What __post_init__ derived is copied, not derived
-    anew. Lists, dicts and sets are copied; everything else, in them and beside them, is shared.
+    config  the actor's. Its lists, dicts and sets are copied; all else (process groups, callables
+            such as grad_scale_func and what they are bound to) is shared.
 
-    Returns the copy, of config's own class; config is unchanged. TypeError for what is no TransformerConfig.
+    Returns the copy, of config's own class; config is unchanged. None and not 0, which
+    megatron-core 0.16 takes for "on". What __post_init__ derived is copied, not derived anew.
     """
-    if isinstance(config, type) or not hasattr(config, "mtp_num_layers"):
-        came = f"config is {config!r:.60}, without mtp_num_layers"
-        raise TypeError(
-            f"{came}; wanted a Megatron TransformerConfig: pass the object that the actor was built with"
-        )
     reference = copy.copy(config)
-    for name, value in vars(reference).items():
-        vars(reference)[name] = _copy_containers(value)
+    for name, value in vars(config).items():
+        setattr(reference, name, _copy_containers(value))
     reference.mtp_num_layers = None
     return reference
+
+
+def _copy_containers(value):
+    if type(value) is dict:
+        return {key: _copy_containers(item) for key, item in value.items()}
+    if type(value) in (list, set):
+        return type(value)(_copy_containers(item) for item in value)
+    return value
 
 
 def drop_mtp_weights(named_tensors, *, num_hidden_layers=None):
     """The tensors of a checkpoint that do not belong to MTP, in order, one at a time.
 
-    named_tensors      (name, tensor) pairs or a state dict, with Hugging Face names (mtp.*, model.mtp_layers.*) or
-                       Megatron's (mtp.*), behind any prefix. The tensors are passed on untouched, so they may be
-                       anything: slices of a file, or None where names alone are to be picked.
-    num_hidden_layers  the trunk's, for checkpoints like DeepSeek-V3's and GLM's, whose MTP layers are model.layers.N
-                       with N from num_hidden_layers on.
+    named_tensors      (name, tensor) pairs or a state dict, with Hugging Face names (mtp.*,
+                       model.mtp_layers.*) or Megatron's (mtp.*), behind any prefix. The tensors
+                       are passed on untouched, so they may be anything: slices of a file, or None
+                       where names alone are to be picked.
+    num_hidden_layers  the trunk's, for checkpoints like DeepSeek-V3's and GLM's, whose MTP layers
+                       are model.layers.N with N from num_hidden_layers on.
 
-    Returns an iterator of pairs. ValueError where names alone do not tell (such a layer came and num_hidden_layers did
-    not) or contradict it; TypeError for what is no pair.
+    Returns an iterator of pairs. ValueError, while it runs, for an MTP layer that only its number
+    tells from the trunk: num_hidden_layers did not come, or is not the trunk's.
     """
-    is_count = (
-        isinstance(num_hidden_layers, int)
-        and not isinstance(num_hidden_layers, bool)
-        and num_hidden_layers > 0
-    )
-    if num_hidden_layers is not None and not is_count:
-        raise ValueError(
-            f"num_hidden_layers is {num_hidden_layers!r}; wanted 1 or more: pass the trunk's, or leave it out"
-        )
-    if hasattr(named_tensors, "items"):
-        named_tensors = named_tensors.items()
-    try:
-        pairs = iter(named_tensors)
-    except TypeError:
-        came = f"named_tensors is a {type(named_tensors).__name__}"
-        raise TypeError(
-            f"{came}; wanted (name, tensor) pairs or a state dict: pass model.state_dict()"
-        ) from None
-    return _drop(pairs, num_hidden_layers)
-
-
-def _drop(pairs, num_hidden_layers):
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(
-                f"named_tensors holds {pair!r:.60}; wanted (name, tensor): pass state_dict().items()"
-            )
-        if not _is_mtp(pair[0], num_hidden_layers):
-            yield tuple(pair)
+    pairs = named_tensors.items() if hasattr(named_tensors, "items") else named_tensors
+    for name, tensor in pairs:
+        if not _is_mtp(name, num_hidden_layers):
+            yield name, tensor
 
 
 def _is_mtp(name, num_hidden_layers):
@@ -153,114 +102,78 @@ def _is_mtp(name, num_hidden_layers):
     if any(part == "mtp" or part.startswith("mtp_") for part in parts):
         return True
     # A trunk layer's number comes after these; a vision tower's layers stand elsewhere.
-    number = re.search(r"(?:^|\.)(?:model|language_model|decoder)\.layers\.(\d+)\.", name)
-    is_beyond = bool(number and num_hidden_layers and int(number[1]) >= num_hidden_layers)
-    if not is_beyond and not {"eh_proj", "enorm", "hnorm", "shared_head"}.isdisjoint(parts):
-        came = f"{name} is an MTP tensor that its layer's number alone tells from the trunk, and num_hidden_layers is"
-        raise ValueError(
-            f"{came} {num_hidden_layers}; wanted the trunk's own number of layers: pass the config's"
-        )
-    return is_beyond
+    layer = re.search(r"(?:^|\.)(?:model|language_model|decoder)\.layers\.(\d+)\.", name)
+    if layer and 0 < (num_hidden_layers or 0) <= int(layer[1]):
+        return True
+    if {"eh_proj", "enorm", "hnorm", "shared_head"} & set(parts):  # what no trunk layer has
+        came = f"{name} is an MTP tensor by its name, num_hidden_layers is {num_hidden_layers}"
+        raise ValueError(f"{came}; wanted the trunk's number of layers: pass the config's")
+    return False
 
 
 @contextlib.contextmanager
 def skip_mtp(model):
     """Inside, an already built model runs as if it had no MTP: for the actor's own log-prob passes.
 
-    model  a Megatron GPTModel, or DDP / Float16Module around it; one pipeline chunk. Without MTP it is left alone.
+    model  a Megatron GPTModel or HybridModel, or the list of chunks that a pipeline has, wrapped
+           in any number of .module and .language_model. Without MTP on this rank nothing changes.
 
-    Inside, logits are bitwise the same and no MTP layer runs, with labels or without; that also holds within
-    patch_mtp_loss. The model is as it was found afterwards, also after an error; nested use is fine. TypeError for what
-    is no GPTModel.
+    Inside, logits are bitwise the same and no MTP layer runs, with labels or without. It composes
+    with patch_mtp_loss and match_vllm_mimo in any order, nested use is fine, and the model is as
+    it was found afterwards, also after an error. TypeError or ValueError as the model is no chunk
+    of these classes, or the list has two heads.
     """
-    while hasattr(model, "module"):
-        model = model.module
-    if not hasattr(model, "_postprocess") or not hasattr(
-        getattr(model, "config", None), "mtp_num_layers"
-    ):
-        came = f"model is a {type(model).__name__} without _postprocess and config.mtp_num_layers"
-        raise TypeError(f"{came}; wanted a Megatron GPTModel: pass one chunk, not a list")
-    if model.config.mtp_num_layers is None:
+    chunk = _chunk_with_head(model)
+    if chunk is None or chunk.config.mtp_num_layers is None:
         yield
         return
-    config, postprocess, own = model.config, model._postprocess, vars(model).get("_postprocess")
+    config, mtp = chunk.config, getattr(chunk, "mtp", None)
+    found = {} if mtp is None else vars(mtp).copy()
 
-    def postprocess_without_mtp(**arguments):  # GPTModel.forward passes keywords only
-        return postprocess(**arguments | {"mtp_in_postprocess": False})
+    def forward(*, hidden_states, **unused):
+        return hidden_states  # the trunk's alone, where Megatron's appends one state a depth
 
-    # model.mtp_process stays on: from 0.17 it also says which weight a tied head has on a last pipeline stage. Layers
-    # keep the config object that all share: MoE routers size their loss tracker by its mtp_num_layers.
-    model.config = copy.copy(config)
-    model.config.mtp_num_layers = None
-    model._postprocess = postprocess_without_mtp
+    # mtp_process stays on: from 0.17 it also says which weight a tied head has on a last pipeline
+    # stage. Layers keep the config object that all share: MoE routers size their loss tracker by
+    # its mtp_num_layers.
+    chunk.config = copy.copy(config)
+    chunk.config.mtp_num_layers = None  # no MTP loss: there is no state of a depth to take it from
+    if mtp is not None:
+        mtp.forward = forward
     try:
         yield
     finally:
-        model.config = config
-        del model._postprocess
-        if own is not None:
-            model._postprocess = own
+        chunk.config = config
+        if mtp is not None:
+            del mtp.forward
+            if "forward" in found:  # another context's, entered before this one
+                mtp.forward = found["forward"]
 
 
-def _parts(hf_config):
-    """The config itself, and its text_config where it has one; both are checked."""
-    parts = []
-    for name in ("hf_config", "text_config"):
-        if isinstance(hf_config, type) or not (
-            isinstance(hf_config, dict) or hasattr(hf_config, "to_dict")
-        ):
-            wanted = "a PretrainedConfig or a dict: pass the config itself, no path and no class"
-            raise TypeError(f"{name} is {hf_config!r:.60}; wanted {wanted}")
-        parts.append(hf_config)
-        is_dict = isinstance(hf_config, dict)
-        hf_config = (
-            hf_config.get("text_config") if is_dict else getattr(hf_config, "text_config", None)
-        )
-        if hf_config is None:
-            break
-    return parts
+# The same lines as in mtp_loss.py and drafter_sync.py.
+def _chunk_with_head(model):
+    """The one chunk that makes the logits, unwrapped; None where this pipeline stage has no head.
 
-
-def _copy_containers(value):
-    if type(value) is dict:
-        return {key: _copy_containers(item) for key, item in value.items()}
-    return type(value)(map(_copy_containers, value)) if type(value) in (list, set) else value
-
-
-def main():
-    """Print the table at the head of this file from a computation."""
-    import logging
-
-    import torch
-
-    import toy.model
-
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    toy.model.init_megatron("cpu")
-    input_ids, position_ids, packed = toy.model.pack([list(range(16)), list(range(24))])
-
-    def show(label, model, hf_config, context):
-        layers, forwards = model.mtp.layers if model.mtp_process else [], []
-        for layer in layers:
-            layer.register_forward_hook(lambda *unused: forwards.append(1))
-        with torch.no_grad(), context:  # labels, or 0.16 crashes wherever MTP is on
-            model(input_ids, position_ids, None, labels=input_ids, packed_seq_params=packed)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        next_actor = "yes" if hf_config["num_nextn_predict_layers"] else "no"
-        print(f"{label:<36}{len(layers):>10}{num_parameters:>12,}{len(forwards):>21}  {next_actor}")
-
-    print(
-        f"{'a toy MiMo, one HF config':<36}MTP layers  parameters  MTP forwards a pass  MTP in an actor built next"
-    )
-    off = contextlib.nullcontext()
-    shared = toy.model.mimo_config(hidden_size=64, num_heads=2, ffn_size=128)
-    actor, copies = toy.model.build_model(shared), toy.model.build_model(without_mtp_config(shared))
-    show("reference, as the config says", actor, shared, off)
-    set_to_0 = shared | {"num_nextn_predict_layers": 0}
-    show("reference, shared config set to 0", toy.model.build_model(set_to_0), set_to_0, off)
-    show("reference, from copies", copies, shared, off)
-    show("actor, inside skip_mtp", actor, shared, skip_mtp(actor))
-
-
-if __name__ == "__main__":
-    main()
+    model is a chunk, or an iterable of chunks as a pipeline holds them, each inside any number of
+    .module (DDP, Float16Module) and .language_model (a vision-language model). A stage without a
+    head is normal; a whole model without one, or with two, is not: nothing would be patched then,
+    or the wrong chunk, without a word.
+    """
+    is_list = hasattr(model, "__iter__")
+    chunks, heads = [], []
+    for chunk in model if is_list else [model]:
+        # A vision-language model whose stage holds the encoder alone has language_model None.
+        while hasattr(chunk, "module") or getattr(chunk, "language_model", None) is not None:
+            chunk = chunk.module if hasattr(chunk, "module") else chunk.language_model
+        if not hasattr(chunk, "config") or not hasattr(chunk, "post_process"):
+            came = f"{type(chunk).__name__} has no config and post_process"
+            raise TypeError(f"{came}; wanted a Megatron GPTModel or HybridModel: pass that")
+        chunks.append(chunk)
+        if chunk.post_process and not hasattr(chunk, "language_model"):
+            heads.append(chunk)
+    is_stage = any(chunk.config.pipeline_model_parallel_size > 1 for chunk in chunks)
+    if len(heads) > 1 or (is_list and not heads and not is_stage):
+        names = ", ".join(type(chunk).__name__ for chunk in heads or chunks) or "no chunk"
+        came = f"the {type(model).__name__} holds {len(heads)} chunks with a head ({names})"
+        raise ValueError(f"{came}; wanted 1: pass all chunks of one model, and of no other")
+    return heads[0] if heads else None

@@ -1,28 +1,45 @@
-"""Fix 6 of 6: acceptance numbers that reconcile with the engine, and a replay that says why acceptance fell.
+"""Fix 6 of 6: acceptance numbers that reconcile with the engine, and a replay that says why it fell.
 
-Bug     Engines name and count drafts in different ways. A renamed key read with a default becomes "rate 0, length 1";
-        requests that never drafted are averaged in as zeros; a bonus token counts as an accepted draft.
-Rule    One record a request: drafted, accepted, verify steps. What the engine did not say is None, counted as missing.
-        rate = accepted / drafted      length = 1 + accepted / verify steps = 1 + sum of the per-position rates
-            drafted 12 0 3   accepted 9 0 0   verify steps 4 0 1      the second request never drafted
-            before   rate .250  length 1.417  its zeros pull both down
-            after    rate .600  length 2.800  micro; macro over the two that drafted: .375 and 2.125
-Replay  vLLM drafts the arg-max token, so at any temperature a draft is accepted iff it equals the token emitted. The
-        trainer's drafts thus predict every decision, or else the engine drafts with other weights or conventions.
-            index     0  1  2  3  4  5  6  7  8     P prompt, p prefill's token (never a draft)
-            token     P  P  p 11 12 13 14 15 16     b bonus: comes with an accepted draft, has none of its own
-            draft              11  b 99 14  b 16     the draft for index j stands in slot j-2
-            decision            1     0  1     1     the last counts, although the stop cuts its bonus token off
-Source  Read: vllm 0.32.0 v1/metrics/stats.py RequestSpecDecodeMetrics, v1/metrics/reader.py get_metrics_snapshot,
-        v1/core/sched/scheduler.py update_from_output; verl 0.9.1 ray_trainer.py compute_spec_decode_metrics,
-        vllm_async_server.py, async_sglang_server.py (verl#7543); sglang 0.5.10, 0.5.11 and 0.5.12
-        tokenizer_manager.py _calculate_spec_decoding_metrics (sglang#23530).
+Bug     Engines name and count drafts in different ways. A renamed key read with a default becomes
+        "rate 0, length 1"; requests that never drafted are averaged in as zeros; a bonus token
+        counts as an accepted draft; a step that drafted one token counts against position 2.
+Rule    One record a request; what the engine did not say is None, and counted as missing. A verify
+        step is an engine step with at least one draft for the request.
+            rate = accepted / drafted             length = 1 + accepted / verify steps
+            rate at position j = steps that accepted j or more / steps that drafted j or more
+                drafted 12 0 3   accepted 9 0 0   verify steps 4 0 1    the second never drafted
+                before   rate .250  length 1.417   its zeros pull both down
+                after    rate .600  length 2.800   micro; macro over the two: .375 and 2.125
+Replay  vLLM drafts the arg-max token, so at any temperature a draft is accepted iff it is the token
+        that was emitted. The trainer's drafts thus predict every decision, or else the engine
+        drafts with other weights or conventions. Here with one draft a step:
+            index     0  1  2  3  4  5  6  7  8    P prompt, p prefill's token (never a draft)
+            token     P  P  p 11 12 13 14 15 16    b bonus: comes with an accepted draft
+            draft              11  b 99 14  b 16   the draft for index i stands in slot i-2
+            decision            1     0  1     1   the last counts, its bonus token was cut off
+Names   What others call these numbers, read in their source at the releases below:
+            accept_rate_micro    vLLM log "Avg Draft acceptance rate" (in %), SGLang log
+                                 "accept rate", SkyRL vllm/draft_acceptance_rate
+            accept_length_micro  vLLM log "Mean acceptance length", SGLang log "accept len",
+                                 SkyRL vllm/draft_mean_acceptance_length
+            accept_rate_macro    verl rollout/spec_accept_rate, accept_length_macro
+                                 rollout/spec_accept_length; a request without drafts adds 0
+            accept_rate_pos_j    vLLM log "Per-position acceptance rate", SkyRL
+                                 vllm/draft_acceptance_rate_pos_j; both divide by all verify steps
+            none of ours         SGLang spec_accept_length: completion tokens / verify steps
+        Conditional: verl's only if every request has counts (from vLLM: a fork's), SkyRL's on
+        enable_ray_prometheus_stats. The logs cover all requests of an interval. SGLang's drafted is
+        steps x (speculative_num_draft_tokens - 1). slime: not on PyPI, not read.
+Source  vllm 0.32.0 v1/metrics/stats.py, v1/spec_decode/metrics.py, v1/core/sched/scheduler.py; verl
+        0.9.1 ray_trainer.py, v1/trainer_base.py, async_sglang_server.py (verl#7543); sglang 0.5.10
+        to 0.5.12 tokenizer_manager.py (sglang#23530), scheduler_metrics_mixin.py; skyrl 0.4.0
+        vllm_metrics_scraper.py
+Shapes  T tokens of a request, k drafts a step, V vocabulary
 Run     python spec_metrics.py      python -m pytest tests/test_spec_metrics.py
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, zip_longest
 from statistics import fmean
 
 # vLLM's counters in the order of SpecCounts' fields, and its vector of accepted tokens a position.
@@ -36,558 +53,525 @@ SGLANG_NAMES = (
     ("spec_proposed_drafts", "spec_accepted_drafts"),
     ("spec_draft_token_num", "spec_accept_token_num"),
 )
-SGLANG_HISTOGRAMS = (
-    "spec_correct_drafts_histogram",
-    "spec_accept_histogram",
-)  # 0.5.12 on (sends both), before
+SGLANG_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # 0.5.12 on, before
+
+# What vLLM 0.32 does that no drafts of the trainer's show: scheduler.py pad_spec_decode,
+# gpu_model_runner.py _input_fits_in_drafter, and no slot behind max_model_len.
+VLLM_HABITS = (
+    "a step counted before any draft was made (vLLM's padded prefill)",
+    "token 0 drafted (vLLM near max_model_len)",
+    "no draft for the last token (vLLM at max_model_len)",
+)
 
 
 @dataclass(frozen=True)
 class SpecCounts:
-    """What one request drafted, accepted and verified; ints.
+    """What one request drafted, accepted and verified; ints. Position j is entry j-1 of a tuple.
 
-    accepted_per_position[k-1]: verify steps that accepted at least k drafts; None where the engine does not say.
-    emitted_tokens: tokens the request got beyond prefill's own, None where unknown; not compared by ==. They are
-    accepted_tokens + verify_steps, less what a stop (eos, max_tokens) cut off, plus those of steps without a draft.
+    accepted_per_position  verify steps that accepted j drafts or more; None: not known
+    drafted_per_position   verify steps that drafted j tokens or more; None: not known, and every
+                           step is taken to have drafted as many (rates may be too low)
+    reached_per_position   those of them that accepted the j-1 before; None: not known, and taken
+                           as many as the two above allow (exact if all steps drafted as many)
+    emitted_tokens         tokens beyond prefill's own: accepted_tokens + verify_steps, less what a
+                           stop (eos, max_tokens) cut off, plus steps without a draft
+    Equality leaves out the last three: of two sources of one run, one may know more.
     """
 
     draft_tokens: int
     accepted_tokens: int
     verify_steps: int
     accepted_per_position: tuple[int, ...] | None = None
+    drafted_per_position: tuple[int, ...] | None = field(default=None, compare=False)
+    reached_per_position: tuple[int, ...] | None = field(default=None, compare=False)
     emitted_tokens: int | None = field(default=None, compare=False)
-
-    def __post_init__(self):
-        if isinstance(self.accepted_per_position, list):  # so that equal records compare equal
-            object.__setattr__(self, "accepted_per_position", tuple(self.accepted_per_position))
 
 
 def counts_from_vllm(request_outputs):
-    """One record a completion (n > 1 gives n), in order, from vLLM's `RequestOutput`s; None where the engine gave none.
+    """One record a completion (n > 1 gives n), in order, from vLLM's `RequestOutput`s.
 
-    vLLM 0.32 with `per_request_spec_decode_metrics="summary"` or "detailed": `outputs[i].spec_decode_metrics`, left
-    None by vLLM for a request aborted or ended by a stop string. A None in the list or no completion gives one None.
-    Else the field of the vLLM fork that verl 0.9.1 reads, `metrics.request_spec_decode_stats` (num_draft_tokens,
-    num_accepted_tokens, num_verify_steps): read there, not verified by running; one a request, so n > 1 gives None.
-    `emitted_tokens` wants whole outputs (`LLM.generate`'s, or CUMULATIVE); a DELTA output has its last tokens only.
+    None where the engine gave none: a request aborted or ended by a stop string, or None itself.
+    vLLM 0.32: `per_request_spec_decode_metrics="detailed"` gives all fields, "summary" no
+    drafted_per_position unless each step drafted k. The fork that verl 0.9.1 reads
+    (`request_spec_decode_stats`, not run): totals, one a request, so None if n > 1.
+    A padded step is left out, see `steps_from_vllm`. Drafts of token 0, which vLLM counts near
+    max_model_len, look like others here: ask `explain_disagreement`.
     """
     records = []
-    for i, request in enumerate(_items(request_outputs, "request_outputs")):
-        where = f"request_outputs[{i}]"
-        completions = (
-            [] if request is None else _items(getattr(request, "outputs", None), f"{where}.outputs")
-        )
+    for request, completion in _completions(request_outputs):
+        record, counts = _read_vllm(request, completion), None
         fork = getattr(getattr(request, "metrics", None), "request_spec_decode_stats", None)
-        fork = fork if len(completions) == 1 else None
-        records += [
-            _vllm_record(c, fork, f"{where}.outputs[{n}]")
-            for n, c in enumerate(completions or [None])
-        ]
+        if record is not None:
+            counts = _counts_of_steps(*record)
+        elif fork is not None and len(request.outputs) == 1:
+            names = ("num_draft_tokens", "num_accepted_tokens", "num_verify_steps")
+            counts = SpecCounts(*(getattr(fork, name) for name in names))
+        num_tokens = len(getattr(completion, "token_ids", ()))
+        records.append(counts and _finished(counts, f"completion {len(records)}", num_tokens))
     return records
 
 
-def _vllm_record(completion, fork, where):
-    record, tokens = (
-        getattr(completion, name, None) for name in ("spec_decode_metrics", "token_ids")
+def steps_from_vllm(request_outputs):
+    """(accepted, drafted) a completion: lists of one number a step, for the replay; or None.
+
+    From "detailed" records. Steps scheduled without a draft are not in them; one whose drafts a
+    grammar refused is, with 0 drafted.
+    vLLM 0.32 pads a request with one token left to prefill (a prefix-cache hit; a one-token prompt
+    that joins others) to a verify step and counts k drafts that nobody made. Left out if
+    prompt - num_cached_tokens is 1, the first step accepted nothing, and the tokens allow it. (They
+    do, too, if that step was real and a stop cut a token off: a one-token prompt, idle engine.)
+    """
+    records = [_read_vllm(*pair) for pair in _completions(request_outputs)]
+    return [r[:2] if r is not None and len(r[0]) == sum(r[2]) else None for r in records]
+
+
+def _completions(request_outputs):
+    for request in request_outputs:
+        for completion in getattr(request, "outputs", None) or [None]:
+            yield request, completion
+
+
+def _read_vllm(request, completion):
+    """Accepted and drafted a step (empty in a "summary"), steps by number accepted, all drafted."""
+    record = getattr(completion, "spec_decode_metrics", None)
+    if record is None:
+        return None
+    accepted = list(getattr(record, "per_step_accepted", ()))
+    drafted = list(getattr(record, "per_step_drafted", ()))
+    histogram, num_drafted = list(record.histogram), record.num_draft_tokens
+    cached = getattr(request, "num_cached_tokens", None)
+    if cached is not None and len(request.prompt_token_ids) - cached == 1 and histogram[0]:
+        emitted = sum(steps * (1 + number) for number, steps in enumerate(histogram))
+        # Were the first step real, prefill's token would have come before it.
+        if not any(accepted[:1]) and len(completion.token_ids) <= emitted:
+            accepted, drafted = accepted[1:], drafted[1:]
+            histogram[0], num_drafted = histogram[0] - 1, num_drafted - (len(histogram) - 1)
+    return accepted, drafted, histogram, num_drafted
+
+
+def _counts_of_steps(accepted, drafted, histogram, num_drafted):
+    steps, positions = _from_histogram(histogram)
+    counts = SpecCounts(num_drafted, sum(positions), steps - drafted.count(0), positions)
+    if not drafted:
+        return counts
+    rows = [(j, list(zip(accepted, drafted, strict=True))) for j in range(1, len(histogram))]
+    return replace(
+        counts,
+        drafted_per_position=tuple(sum(d >= j for _, d in steps) for j, steps in rows),
+        reached_per_position=tuple(
+            sum(d >= j and a >= j - 1 for a, d in steps) for j, steps in rows
+        ),
     )
-    num_tokens = None if tokens is None else len(_items(tokens, f"{where}: token_ids"))
-    if record is not None:
-        steps, positions = _from_histogram(getattr(record, "histogram", None), where)
-        counts = (getattr(record, "num_draft_tokens", None), sum(positions), steps, positions)
-        return _checked(where, *counts, num_tokens=num_tokens, max_drafts=len(positions))
-    if fork is not None:
-        names = ("num_draft_tokens", "num_accepted_tokens", "num_verify_steps")
-        return _checked(
-            where, *(getattr(fork, name, None) for name in names), num_tokens=num_tokens
-        )
-    return None
+
+
+def _from_histogram(histogram):
+    """histogram[j]: steps that accepted j drafts. All steps; those that accepted j or more."""
+    return sum(histogram), tuple(sum(histogram[j:]) for j in range(1, len(histogram)))
 
 
 def counts_from_vllm_counters(before, after):
-    """One record of all that ran between two `llm.get_metrics()` snapshots (the LLM needs `disable_log_stats=False`).
+    """One record of all that ran between two `llm.get_metrics()` snapshots (with log stats on).
 
-    For vLLM 0.25.1, which has no per-request records. A snapshot's engines are summed; several LLMs: `add_counts`.
-    None without speculation, or if a counter went backwards or vanished (an engine restarted; what it did is unknown).
-    The record covers many requests, so the macro means that `summarize` makes of it mean nothing.
+    For vLLM 0.25.1, which has no per-request records; macro means of it mean nothing, and padded
+    steps are in it. A snapshot's engines are summed; several LLMs: `add_counts`. None without
+    speculation, or if a counter went backwards or vanished (an engine restarted).
     """
-    before, after = _read_counters(before, "before"), _read_counters(after, "after")
+    before, after = _read_counters(before), _read_counters(after)
     sums = {}
     for key in before.keys() | after.keys():  # a counter that is not in `before` started from 0
-        gains = [
-            new - old
-            for old, new in zip_longest(before.get(key, []), after.get(key, []), fillvalue=0)
-        ]
+        gains = _add([after.get(key, ()), [-value for value in before.get(key, ())]])
         if key not in after or min(gains, default=0) < 0:
             return None
-        sums[key[0]] = _add([sums.get(key[0], []), gains])
+        sums[key[0]] = _add([sums.get(key[0], ()), gains])
     if not sums:
         return None
     if any(name not in sums for name in VLLM_COUNTERS):
-        raise ValueError(
-            f"after: got {sorted(sums)}, wanted all of {VLLM_COUNTERS}; pass the whole snapshot"
-        )
-    positions = sums.get(VLLM_PER_POSITION)
+        raise ValueError(f"got only {sorted(sums)}, wanted {VLLM_COUNTERS}; pass all of after")
     totals = [sums[name][0] for name in VLLM_COUNTERS]
-    return _checked(
-        "after - before", *totals, positions, max_drafts=len(positions) if positions else None
-    )
+    return _finished(SpecCounts(*totals, sums.get(VLLM_PER_POSITION)), "after - before")
 
 
-def _read_counters(snapshot, what):
+def _read_counters(snapshot):
     """{(name, labels): values}; an engine is one of the labels."""
     counters = {}
-    for metric in _items(snapshot, what):
-        name = getattr(metric, "name", None)
-        if isinstance(name, str) and name in (*VLLM_COUNTERS, VLLM_PER_POSITION):
-            labels = getattr(metric, "labels", {})
-            if not isinstance(labels, Mapping):
-                came = f"{what}: got labels {labels!r:.80} of {name}"
-                raise TypeError(f"{came}, wanted a dict; pass what llm.get_metrics() returns")
-            values = (
-                getattr(metric, "values", None)
-                if name == VLLM_PER_POSITION
-                else [getattr(metric, "value", None)]
-            )
-            key = name, str(sorted(labels.items(), key=str))
-            counters[key] = _add([counters.get(key, []), _counts(values, f"{what}: {name}")])
+    for metric in snapshot:
+        if metric.name in (*VLLM_COUNTERS, VLLM_PER_POSITION):
+            key = metric.name, str(sorted(metric.labels.items()))
+            values = metric.values if metric.name == VLLM_PER_POSITION else [metric.value]
+            counters[key] = _add([counters.get(key, ()), values])
     return counters
 
 
 def counts_from_sglang(meta_infos):
-    """One record a request from SGLang's `meta_info` dicts, in any of its three namings; None without the keys.
+    """One record a request from SGLang's `meta_info` dicts, in any of its three namings.
 
-    SGLang sends none for a request without a verify step, which so counts as missing. Some of the keys only: an error,
-    lest a fourth naming pass for zeros. `spec_accept_length` is not read: it counts prefill's token as a step's.
+    None without the keys: SGLang sends none for a request without a verify step, which so counts as
+    missing. Some of the keys only: an error, lest a fourth naming pass for zeros.
     """
-    return [
-        _sglang_record(meta, f"meta_infos[{i}]")
-        for i, meta in enumerate(_items(meta_infos, "meta_infos"))
-    ]
+    records = []
+    for i, meta in enumerate(meta_infos):
+        meta = {key: value for key, value in (meta or {}).items() if value is not None}
+        names = [name for pair in (("spec_verify_ct",), *SGLANG_NAMES) for name in pair]
+        seen = [name for name in names if name in meta]
+        pair = next((pair for pair in SGLANG_NAMES if pair[0] in meta and pair[1] in meta), None)
+        if seen and (pair is None or "spec_verify_ct" not in meta):
+            wanted = f"spec_verify_ct and a pair of {SGLANG_NAMES}; new names? add them there"
+            raise ValueError(f"meta_infos[{i}]: got only {seen} of {sorted(meta)}, wanted {wanted}")
+        records.append(_sglang_counts(meta, pair, f"meta_infos[{i}]") if seen else None)
+    return records
 
 
-def _sglang_record(meta, where):
-    if meta is not None and not isinstance(meta, Mapping):
-        wanted = "SGLang's meta_info dict (or None); pass output['meta_info']"
-        raise TypeError(f"{where}: got {type(meta).__name__}, wanted {wanted}")
-    meta = {key: value for key, value in (meta or {}).items() if value is not None}
-    seen = [key for pair in (("spec_verify_ct",), *SGLANG_NAMES) for key in pair if key in meta]
-    if not seen:
-        return None
-    pair = next((pair for pair in SGLANG_NAMES if pair[0] in meta and pair[1] in meta), None)
-    if pair is None or "spec_verify_ct" not in meta:
-        wanted = f"spec_verify_ct and a pair of {SGLANG_NAMES}; if this SGLang has new names, add them there"
-        raise ValueError(
-            f"{where}: got only {seen} of the keys {sorted(map(str, meta))}, wanted {wanted}"
-        )
-    steps, positions = _count(meta["spec_verify_ct"], f"{where}: spec_verify_ct"), None
+def _sglang_counts(meta, pair, where):
+    counts = SpecCounts(meta[pair[0]], meta[pair[1]], meta["spec_verify_ct"])
     histogram = next((meta[key] for key in SGLANG_HISTOGRAMS if key in meta), None)
     if histogram is not None:
-        histogram_steps, positions = _from_histogram(histogram, where)
-        if histogram_steps != steps:
-            came = f"{where}: got a histogram of {histogram_steps} steps"
-            raise ValueError(f"{came}, wanted spec_verify_ct = {steps}; pass both of one request")
-    return _checked(
-        where,
-        meta[pair[0]],
-        meta[pair[1]],
-        steps,
-        positions,
-        num_tokens=meta.get("completion_tokens"),
-    )
+        steps, positions = _from_histogram(histogram)
+        if steps != counts.verify_steps:
+            came = f"{where}: got a histogram of {steps} steps"
+            raise ValueError(f"{came}, wanted spec_verify_ct = {counts.verify_steps}")
+        # It ends at the most that a step accepted; SGLang has each step draft as many.
+        positions += (0,) * (counts.draft_tokens // max(steps, 1) - len(positions))
+        counts = replace(counts, accepted_per_position=positions)
+    return _finished(counts, where, meta.get("completion_tokens", 0))
 
 
 def add_counts(segments):
-    """The record of a conversation (or of a request that was aborted and resumed) from those of its segments.
+    """The record of a conversation (or of a request aborted and resumed) from those of its segments.
 
-    None segments are left out: rate and length then describe the segments known. All None, or no segment: None.
+    None segments are left out: rate and length then describe the segments known. All None, or no
+    segment: None. Of a segment without drafts only the emitted tokens count.
     """
-    known = _known(segments, "segments")
+    return _total(_checked(segments, "segments"))
+
+
+def _total(known):
     if not known:
         return None
-    positions = emitted = None
-    if all(c.accepted_per_position is not None or not c.verify_steps for c in known):
-        positions = tuple(_add([c.accepted_per_position or () for c in known])) or None
+    names = ("draft_tokens", "accepted_tokens", "verify_steps")
+    totals = [sum(getattr(counts, name) for counts in known) for name in names]
+    positions, emitted = [None] * 3, None
+    if all(c.accepted_per_position is not None or not c.draft_tokens for c in known):
+        rows = [_positions(c) for c in known if c.accepted_per_position is not None]
+        positions = [_add(column) for column in zip(*rows, strict=True)] or positions
+        if rows and sum(positions[1]) != totals[0]:  # some step drafted less: which, is not known
+            positions[1] = None
     if all(c.emitted_tokens is not None for c in known):
         emitted = sum(c.emitted_tokens for c in known)
-    return SpecCounts(*_add([astuple(c)[:3] for c in known]), positions, emitted)
+    return SpecCounts(*totals, *positions, emitted)
+
+
+def _positions(counts):
+    """Accepted, drafted and reached; the last two as SpecCounts says where they are not known."""
+    accepted, drafted = counts.accepted_per_position, counts.drafted_per_position
+    drafted = drafted or (counts.verify_steps,) * len(accepted)
+    at_most = tuple(map(min, (counts.verify_steps, *accepted), drafted))
+    return accepted, drafted, counts.reached_per_position or at_most
 
 
 def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None):
     """verl's two numbers, by verl's names and formulas, from one int a request.
 
-    rollout/spec_accept_rate: mean over requests of accepted / drafted. rollout/spec_accept_length: mean of
-    1 + accepted / verify steps. A denominator of 0 makes its term 0.0, as upstream; `summarize` leaves it out.
-    non_padding_mask: a bool a request, False for the placeholders of a padded batch. Three Nones or no request: {}.
+    rollout/spec_accept_rate: mean over requests of accepted / drafted. rollout/spec_accept_length:
+    mean of 1 + accepted / verify steps. A denominator of 0 makes its term 0.0, as upstream.
+    non_padding_mask: False for the placeholders of a padded batch. Three Nones or no request: {}.
     """
-    columns = {"drafts": drafts, "accepts": accepts, "verifies": verifies}
-    absent = [name for name, column in columns.items() if column is None]
-    if len(absent) == 3:
+    columns = [drafts, accepts, verifies]
+    if all(column is None for column in columns):
         return {}
-    if absent:
-        came = f"wanted all three lists or none, got None for {absent} only"
-        raise ValueError(f"{came}; pass all three lists, or three Nones where nothing speculates")
-    columns = {name: _items(column, name) for name, column in columns.items()}
-    mask = [1] * len(columns["drafts"])
-    if non_padding_mask is not None:
-        mask = [
-            int(keep) if isinstance(keep, bool) else keep
-            for keep in _items(non_padding_mask, "non_padding_mask")
-        ]
-    lengths = [len(column) for column in (*columns.values(), mask)]
-    if len(set(lengths)) > 1 or any(keep > 1 for keep in _counts(mask, "non_padding_mask")):
-        came = f"got lengths {lengths} and mask {mask!r:.80}"
+    if any(column is None for column in columns):
+        raise ValueError("got one or two Nones for drafts, accepts, verifies, wanted all or none")
+    columns = [_list(column) for column in columns]
+    mask = [True] * len(columns[0]) if non_padding_mask is None else _list(non_padding_mask)
+    lengths = [len(column) for column in (*columns, mask)]
+    if len(set(lengths)) > 1:
         raise ValueError(
-            f"{came}, wanted one entry a request, in the mask a bool; take all from one batch"
+            f"got lengths {lengths}, wanted one entry a request; take all of one batch"
         )
-    kept = {
-        name: [x for x, keep in zip(column, mask, strict=True) if keep]
-        for name, column in columns.items()
-    }
-    requests = list(zip(*(_counts(column, name) for name, column in kept.items()), strict=True))
-    if any(accepted > drafted for drafted, accepted, _ in requests):
-        came = "accepts: got more accepted than drafted for a request"
-        raise ValueError(f"{came}, wanted at most as many; count drafts only, no bonus tokens")
+    requests = [row for *row, keep in zip(*columns, mask, strict=True) if keep]
+    if any(not 0 <= accepted <= drafted or steps < 0 for drafted, accepted, steps in requests):
+        raise ValueError("wanted 0 <= accepted <= drafted; count drafts only, no bonus tokens")
     if not requests:
         return {}
+    rates = [accepted / drafted if drafted else 0.0 for drafted, accepted, _ in requests]
+    lengths = [1.0 + accepted / steps if steps else 0.0 for _, accepted, steps in requests]
     return {
-        "rollout/spec_accept_rate": fmean(
-            accepted / drafted if drafted else 0 for drafted, accepted, _ in requests
-        ),
-        "rollout/spec_accept_length": fmean(
-            1 + accepted / steps if steps else 0 for _, accepted, steps in requests
-        ),
+        "rollout/spec_accept_rate": fmean(rates),
+        "rollout/spec_accept_length": fmean(lengths),
     }
 
 
 def summarize(counts):
-    """Floats to log, from one record (or None) a request. Without drafts, rates and lengths are absent, not 0 or NaN.
+    """Floats to log, from one record (or None) a request. Without drafts, rates are absent, not 0.
 
-    spec/requests: all; spec/requests_missing of them gave no record, spec/requests_without_drafts drafted nothing.
-    spec/accept_rate_micro: all accepted / all drafted; _macro: mean of accepted / drafted over requests that drafted.
-        0.0 says that a whole rollout drafted in vain: warn, and ask `explain_disagreement`.
-    spec/accept_length_micro: 1 + all accepted / all verify steps; _macro: mean of 1 + accepted / steps, likewise.
-    spec/accept_rate_pos_k: steps that accepted a k-th draft / all verify steps, over the requests that have positions.
-    spec/emitted_length: tokens emitted / verify steps, where known: below accept_length_micro if a stop cut accepted
-        tokens off, above it if some steps had no draft.
+    spec/requests: all; _missing of them gave no record, _without_drafts drafted nothing.
+    spec/accept_rate_micro: all accepted / all drafted (0.0: a whole rollout drafted in vain, warn);
+        _macro: mean of accepted / drafted over the requests that drafted.
+    spec/accept_length_micro: 1 + all accepted / all verify steps; _macro: mean of the requests'.
+    spec/accept_rate_pos_j: steps that accepted j or more / steps that drafted j or more, over the
+        requests that have positions. If every step drafted k, their sum is accept_length_micro - 1.
+    spec/emitted_length: tokens emitted / verify steps, where known: below accept_length_micro if a
+        stop cut accepted tokens off, above it if some steps had no draft.
     """
-    counts = _items(counts, "counts")
-    known = _known(counts, "counts")
-    drafted = [c for c in known if c.draft_tokens]
+    counts = list(counts)
+    known = _checked(counts, "counts")
+    drafting = [c for c in known if c.draft_tokens]
     summary = {
         "spec/requests": float(len(counts)),
-        "spec/requests_without_drafts": float(len(known) - len(drafted)),
+        "spec/requests_without_drafts": float(len(known) - len(drafting)),
         "spec/requests_missing": float(len(counts) - len(known)),
     }
-    if not drafted:
+    if not drafting:
         return summary
-    total = add_counts(drafted)
+    total = _total(drafting)
+    rates = [c.accepted_tokens / c.draft_tokens for c in drafting]
+    lengths = [1 + c.accepted_tokens / c.verify_steps for c in drafting]
     summary["spec/accept_rate_micro"] = total.accepted_tokens / total.draft_tokens
-    summary["spec/accept_rate_macro"] = fmean(c.accepted_tokens / c.draft_tokens for c in drafted)
+    summary["spec/accept_rate_macro"] = fmean(rates)
     summary["spec/accept_length_micro"] = 1 + total.accepted_tokens / total.verify_steps
-    summary["spec/accept_length_macro"] = fmean(
-        1 + c.accepted_tokens / c.verify_steps for c in drafted
-    )
-    steps, *positions = _reached(drafted)
-    summary |= {
-        f"spec/accept_rate_pos_{k}": accepted / steps for k, accepted in enumerate(positions, 1)
-    }
-    emitted = add_counts([c for c in drafted if c.emitted_tokens is not None])
+    summary["spec/accept_length_macro"] = fmean(lengths)
+    summary |= _position_rates("spec/accept_rate_pos", drafting, 1)
+    emitted = _total([c for c in drafting if c.emitted_tokens is not None])
     if emitted:
         summary["spec/emitted_length"] = emitted.emitted_tokens / emitted.verify_steps
     return summary
 
 
 def conditional_rates(counts):
-    """spec/accept_rate_cond_pos_k: steps that accepted a k-th draft / that accepted a (k-1)-th (k = 1: all steps).
+    """spec/accept_rate_cond_pos_j: steps that accepted j drafts or more / those that could have.
 
-    How good draft k is once those before it were right; the running product is `summarize`'s accept_rate_pos_k.
-    Over the requests that drafted and have positions; absent where the denominator is 0.
+    Those drafted j or more and accepted the j-1 before: how good draft j is once those before it
+    were right. If every step drafted k, the running product is `summarize`'s accept_rate_pos_j.
     """
-    reached = _reached([c for c in _known(counts, "counts") if c.draft_tokens])
-    pairs = enumerate(zip(reached, reached[1:], strict=False), 1)
-    return {
-        f"spec/accept_rate_cond_pos_{k}": accepted / before
-        for k, (before, accepted) in pairs
-        if before
-    }
+    return _position_rates("spec/accept_rate_cond_pos", _checked(counts, "counts"), 2)
 
 
-def _reached(counts):
-    """[verify steps, those that accepted at least 1 draft, at least 2, ..] of the requests that have positions."""
-    counts = [c for c in counts if c.accepted_per_position is not None]
-    return _add([(0,), *((c.verify_steps, *c.accepted_per_position) for c in counts)])
+def _position_rates(name, counts, denominator):
+    rows = [_positions(c) for c in counts if c.accepted_per_position is not None]
+    pairs = zip_longest(_add(r[0] for r in rows), _add(r[denominator] for r in rows), fillvalue=0)
+    return {f"{name}_{j}": n / steps for j, (n, steps) in enumerate(pairs, 1) if steps}
+
+
+def decisions_from_gains(gains, num_drafts=1):
+    """The drafts accepted a step, from the tokens that a request gained a step (vLLM 0.25.1).
+
+    gains: ints from the request's first step to its last; 0 where it got none. The first token is
+    prefill's. A last gain below num_drafts + 1 gives None: the stop may have cut tokens off.
+    """
+    first, *gains = [gain for gain in gains if gain] or [1]
+    if first != 1 or any(not 0 < gain <= num_drafts + 1 for gain in gains):
+        wanted = f"prefill's 1, then 1 to {num_drafts + 1} a step; count from the first step on"
+        raise ValueError(f"gains: got {[first, *gains]!r:.80}, wanted {wanted}")
+    decisions = [gain - 1 for gain in gains]
+    return [*decisions[:-1], *(d if d == num_drafts else None for d in decisions[-1:])]
 
 
 def replay_acceptance(token_ids, prompt_length, draft_token_ids):
-    """The 0/1 decisions of a verifier that gets one draft a step, in order, from the trainer's drafts alone.
+    """The number of drafts that each verify step accepts, in order, from the trainer's drafts alone.
 
-    token_ids: the whole sequence. prompt_length: its prompt's tokens. draft_token_ids[t]: the trainer's draft for
-    token t+2, as from `draft_tokens`; slots before prompt_length-1 and the last two are not read. Equal to vLLM's
-    `per_step_accepted` iff the engine drafts with the trainer's weights and conventions. A request that was aborted and
-    resumed: one call a segment, with all tokens before it as its prompt.
+    token_ids [T]: the whole sequence. prompt_length: its prompt's tokens. draft_token_ids [T], or
+    [k, T]: entry [j-1][t] is the trainer's draft j for token t+1+j, as from `draft_tokens`; slots
+    before prompt_length-1 and drafts beyond the last token are not read. Lists, arrays or tensors.
+    Equal to vLLM's `per_step_accepted` iff the engine drafts with the trainer's weights and
+    conventions. A request aborted and resumed: a call a segment, all before it being its prompt.
 
-    As in vLLM, which counts before the stop cuts tokens off, eos and the last token of max_tokens are drafted like any
-    other. Not covered, for vLLM has no draft of its own there: the token at index max_model_len-1 (near it drafting
-    stops for the whole batch: leave some room), the first token after a preemption, and a prompt of one token whose
-    prefill vLLM pads to a verify step (a 0 too many at the front).
+    vLLM counts before a stop cuts tokens off: eos and the last token of max_tokens are drafted like
+    any other, and for k > 1 its last number may count tokens that are not there, the replay's can't
+    (`replay_agreement` allows for it). Not covered: tokens near max_model_len (leave some room),
+    the first token after a preemption, steps scheduled without drafts.
     """
-    emitted, drafted = _aligned(token_ids, prompt_length, draft_token_ids)
-    decisions, i = [], 0
-    while i < len(emitted):
-        decisions.append(int(drafted[i] == emitted[i]))
-        i += (
-            1 + decisions[-1]
-        )  # an accepted draft brings a bonus token, for which nothing was drafted
-    return decisions
+    return [ours for _, ours, _ in _walk(token_ids, prompt_length, draft_token_ids, ())]
 
 
-def decisions_from_gains(gains):
-    """The engine's 0/1 decisions from the tokens a request gained a step, minus one (vLLM 0.25.1; one draft a step).
+def replay_agreement(token_ids, prompt_length, draft_token_ids, accepted, drafted=None):
+    """(agreed, total): in how many of the verify steps replay and engine accept as many drafts.
 
-    gains: ints from the request's first step to its last; 0 where it got none (prefill's chunks, not scheduled). The
-    first token is prefill's. A last gain of 1 gives None: rejected, or accepted and its bonus token cut by the stop.
+    First three as in `replay_acceptance`. accepted, drafted: the engine's numbers a step, from
+    `steps_from_vllm` or `decisions_from_gains` (drafted None: always k). Each step is replayed at
+    the slot where the engine took it, so one wrong decision counts once. A step without drafts does
+    not count, a None in `accepted` agrees, a step that only one of the two took does not.
     """
-    gains = [gain for gain in _counts(gains, "gains") if gain]
-    if gains[:1] == [2] or any(gain > 2 for gain in gains):
-        wanted = "prefill's 1 and then 1 or 2 a step (one draft a step); count one request's tokens from its first step"
-        raise ValueError(f"gains: got {gains!r:.80}, wanted {wanted}")
-    decisions = [gain - 1 for gain in gains[1:]]
-    return [*decisions[:-1], decisions[-1] or None] if decisions else []
+    steps = list(_walk(token_ids, prompt_length, draft_token_ids, accepted, drafted))
+    return sum(ours == engine for _, ours, engine in steps), len(steps)
+
+
+def _walk(token_ids, prompt_length, draft_token_ids, accepted, drafted=None):
+    """(index of the first draft's token, accepted by the replay, by the engine) a verify step.
+
+    None: a step not taken. What the engine did not reveal, or a stop cut off, is as in the replay.
+    """
+    tokens, drafts = _list(token_ids), _rows(draft_token_ids)
+    if not 1 <= prompt_length <= len(tokens):
+        wanted = f"1 to {len(tokens)}, the length of token_ids; pass the prompt's tokens too"
+        raise ValueError(f"prompt_length: got {prompt_length}, wanted {wanted}")
+    if any(len(row) < len(tokens) - 1 - j for j, row in enumerate(drafts, 1)):
+        came = f"draft_token_ids: got {[len(row) for row in drafts]} for {len(tokens)} tokens"
+        raise ValueError(f"{came}, wanted one a token; pass the prompt's slots too")
+    index, step = int(prompt_length) + 1, 0
+    while step < len(accepted) or index < len(tokens):
+        taken = step < len(accepted)
+        num_drafts = drafted[step] if taken and drafted is not None else len(drafts)
+        pairs = zip(drafts[:num_drafts], tokens[index : index + num_drafts], strict=False)
+        ours = [*(row[index - 2] == token for row, token in pairs), False].index(False)
+        engine = accepted[step] if taken and accepted[step] is not None else ours
+        if not 0 <= engine <= num_drafts <= len(drafts):
+            came = f"step {step}: got {engine} accepted of {num_drafts} drafted"
+            raise ValueError(f"{came}, wanted at most the {len(drafts)} of draft_token_ids")
+        cut = engine > ours and index + ours == len(tokens)
+        if num_drafts:
+            revealed = ours if cut else engine
+            yield index, ours if index < len(tokens) else None, revealed if taken else None
+        index, step = index + 1 + engine, step + 1
 
 
 def explain_disagreement(
-    token_ids, prompt_length, draft_token_ids, decisions, drafts_by_cause=None
+    token_ids, prompt_length, draft_token_ids, decisions, drafts_by_cause=None, drafted=None
 ):
-    """Where the engine's decisions part from the replay, and which suspected fault explains them; a dict json can dump.
+    """Where the engine's decisions part from the replay, and which fault explains all of them.
 
-    First three as in `replay_acceptance`. decisions: the engine's `per_step_accepted`, or of `decisions_from_gains`.
+    First three and drafted as in `replay_agreement`; decisions: its `accepted`.
     drafts_by_cause: {fault: the trainer's drafts with that fault planted, like draft_token_ids}.
-    Returns agrees; first_step (from 0) that differs; token_index and token emitted there; trainer_draft; engine_draft,
-    "== 7" if the engine accepted, "!= 7" if it rejected (all that a decision tells); None each where no step differs;
-    causes, the faults whose drafts replay to exactly the engine's decisions; and message, all of it in one line.
+    Returns a dict json can dump: agrees; first_step (from 0) that differs; token_index and token of
+    the first draft decided otherwise; trainer_draft; engine_draft, "== 7" if the engine accepted,
+    "!= 7" if it rejected (all that a decision tells); None each where no step differs; causes, the
+    faults whose drafts replay to exactly the engine's decisions or, if none do, such habits of
+    vLLM; and message, all of it in one line.
     """
-    emitted, drafted = _aligned(token_ids, prompt_length, draft_token_ids)
-    decisions = _items(decisions, "decisions")
-    num_steps = len(decisions)
-    decisions = _counts(
-        decisions[:-1] if decisions and decisions[-1] is None else decisions, "decisions"
-    )
-    if any(decision > 1 for decision in decisions):
-        wanted = "0 or 1 a step (None only as the last); draft one token a step"
-        raise ValueError(f"decisions: got {decisions!r:.80}, wanted {wanted}")
-    if drafts_by_cause is not None and not isinstance(drafts_by_cause, Mapping):
-        came = f"drafts_by_cause: got {type(drafts_by_cause).__name__}"
-        raise TypeError(
-            f"{came}, wanted a dict of fault and draft ids; leave it out where nothing is suspected"
-        )
-    replay = replay_acceptance(token_ids, prompt_length, draft_token_ids)
+
+    tokens, drafts, decisions = _list(token_ids), _rows(draft_token_ids), list(decisions)
+    steps = list(_walk(tokens, prompt_length, drafts, decisions, drafted))
     report = dict.fromkeys(("first_step", "token_index", "token", "trainer_draft", "engine_draft"))
-    if _same(replay, decisions, num_steps):
-        return {
-            "agrees": True,
-            **report,
-            "causes": [],
-            "message": f"the replay takes all {num_steps} decisions",
-        }
-    replays = {
-        str(c): replay_acceptance(token_ids, prompt_length, ids)
-        for c, ids in (drafts_by_cause or {}).items()
-    }
-    causes = [cause for cause in replays if _same(replays[cause], decisions, num_steps)]
-    message = (
-        f"the engine took {num_steps} decisions, the replay {len(replay)}, equal as far as both go"
-    )
-    step = next(
-        (
-            s
-            for s, (ours, engine) in enumerate(zip(replay, decisions, strict=False))
-            if ours != engine
-        ),
-        None,
-    )
-    if step is not None:
-        i = step + sum(decisions[:step])
-        index, engine_draft = (
-            int(prompt_length) + 1 + i,
-            f"{'==' if decisions[step] else '!='} {emitted[i]}",
+    first = next((n for n, (_, ours, engine) in enumerate(steps) if ours != engine), None)
+    if first is None:
+        message = f"the replay takes all {len(steps)} decisions"
+        return {"agrees": True, **report, "causes": [], "message": message}
+    index, ours, engine = steps[first]
+    if ours is None or engine is None:
+        num_steps = len(replay_acceptance(tokens, prompt_length, drafts))
+        message = f"the engine took {len(decisions)} decisions, the replay {num_steps}"
+    else:
+        j = min(ours, engine)
+        token, draft = tokens[index + j], drafts[j][index - 2]
+        implied = f"{'==' if engine > ours else '!='} {token}"
+        report = dict(zip(report, (first, index + j, token, draft, implied), strict=True))
+        message = f"step {first}, index {index + j}: the engine's draft was {implied}"
+        message += f", the trainer's is {draft}"
+    suspects = drafts_by_cause or {}
+    replays = {c: _walk(tokens, prompt_length, suspects[c], decisions, drafted) for c in suspects}
+    causes = [str(cause) for cause, replay in replays.items() if _agree(replay)]
+    if not causes:
+        zeros = [row[: index - 2] + [0] * (len(row) - index + 2) for row in drafts]
+        zeroed = _walk(tokens, prompt_length, zeros, decisions, drafted)
+        later = _walk(tokens, prompt_length, drafts, decisions[1:], drafted and drafted[1:])
+        explains = (
+            decisions[:1] == [0] and _agree(later),
+            engine is not None and _agree(step for step in zeroed if step[2] is not None),
+            engine is None and _agree(steps[:-1]),
         )
-        report = dict(zip(report, (step, index, emitted[i], drafted[i], engine_draft), strict=True))
-        message = f"step {step}, index {index}: the engine's draft was {engine_draft}, the trainer's is {drafted[i]}"
-    left = len(emitted) - num_steps - sum(decisions)
-    if left and not (
-        left == -1 and decisions[-1:] == [1]
-    ):  # the stop may cut the last bonus token off
-        message += f"; the decisions emit {abs(left)} tokens too {'few' if left > 0 else 'many'}, see replay_acceptance"
-    if replays:
-        message += (
-            f"; explained by {causes}" if causes else f"; explained by none of {list(replays)}"
-        )
+        causes = [habit for habit, found in zip(VLLM_HABITS, explains, strict=True) if found]
+    message += f"; explained by {causes or f'none of {list(suspects)}'}"
     return {"agrees": False, **report, "causes": causes, "message": message}
 
 
-def _same(replay, decisions, num_steps):
-    return len(replay) == num_steps and replay[: len(decisions)] == decisions
+def _agree(steps):
+    return all(ours == engine for _, ours, engine in steps)
 
 
-def _aligned(token_ids, prompt_length, draft_token_ids):
-    """The response's tokens after prefill's, which is never a draft, and the draft for each; plain ints."""
-    tokens, drafts = _counts(token_ids, "token_ids"), _items(draft_token_ids, "draft_token_ids")
-    start = _count(prompt_length, "prompt_length") + 1
-    if not 2 <= start <= len(tokens) + 1:
-        came = f"prompt_length: got {prompt_length}, wanted 1 to {len(tokens)}, the length of token_ids"
-        raise ValueError(f"{came}; pass the prompt's tokens too")
-    if len(drafts) < len(tokens) - 2:
-        came = f"draft_token_ids: got {len(drafts)} for {len(tokens)} tokens"
-        raise ValueError(
-            f"{came}; pass the prompt's slots too, wanted one a token: the last two may be left out"
-        )
-    emitted = tokens[start:]
-    return emitted, _counts(
-        drafts[start - 2 : start - 2 + len(emitted)], f"draft_token_ids from slot {start - 2}"
-    )
+def expected_acceptance(p, q):
+    """The chance that a draft sampled from q is accepted by a verifier with p: sum_v min(p_v, q_v).
+
+    p, q [..., V]: probabilities, numpy arrays or torch tensors, float32 or better; returns [...] of
+    the same kind, with gradient where they have it. p: the policy's for the token that is drafted,
+    q: the MTP layer's, both at the request's temperature. For vLLM's
+    `draft_sample_method="probabilistic"`; `compare_acceptance` sets it beside what was measured.
+    """
+    return (p - (p - q).clip(0)).sum(-1)
+
+
+def compare_acceptance(requests):
+    """What the engine accepted of probabilistic drafts beside what the trainer expects; floats.
+
+    requests: (prompt_length, acceptance, accepted, drafted) each. acceptance [T] or [k, T]: entry
+    [j-1][t] is `expected_acceptance` of draft j for token t+1+j; accepted, drafted as in
+    `replay_agreement`. Over the steps that drafted j and accepted the j-1 before:
+    spec/expected_cond_pos_j and spec/measured_cond_pos_j, rates, and spec/z_cond_pos_j, their
+    difference in standard errors. A draft expected at rate r has variance r(1-r); given what came
+    before, drafts are independent. With equal weights |z| is below 4, else far above: warn.
+    """
+    sums = {}
+    for prompt_length, acceptance, accepted, drafted in requests:
+        rows, index = _rows(acceptance), int(prompt_length) + 1
+        for step, number in enumerate(accepted):
+            if number is None:  # not revealed
+                break
+            num_drafts = len(rows) if drafted is None else drafted[step]
+            for j, row in enumerate(rows[: min(num_drafts, number + 1)], 1):
+                if index + j <= len(row) + 1:  # else a stop cut off what it was drafted from
+                    rate = row[index - 2]
+                    variance = max(rate * (1 - rate), 1e-6)  # float32 knows no rate better
+                    sums[j] = _add([sums.get(j, ()), (1, rate, number >= j, variance)])
+            index += 1 + number
+    summary = {}
+    for j, (reached, expected, measured, variance) in sorted(sums.items()):
+        summary[f"spec/expected_cond_pos_{j}"] = expected / reached
+        summary[f"spec/measured_cond_pos_{j}"] = measured / reached
+        summary[f"spec/z_cond_pos_{j}"] = (measured - expected) / variance**0.5
+    return summary
 
 
 def speedup_estimate(accept_length, draft_cost_ratio):
-    """Did it pay: expected tokens a second with speculation over those without, and where it breaks even.
+    """Did it pay: tokens a second with speculation over those without, and where it breaks even.
 
-    A plain decode step costs 1 and emits 1 token. A verify step costs 1 + draft_cost_ratio (drafting, and what
-    verifying adds) and emits accept_length tokens (accept_length_micro or emitted_length of `summarize`).
-    spec/speedup_estimate = accept_length / (1 + draft_cost_ratio)
-    spec/break_even_accept_length = 1 + draft_cost_ratio
-    spec/break_even_accepted_per_step = draft_cost_ratio; a rate, with one draft a step; above 1 it can never pay.
+    A plain decode step costs 1 and emits 1 token; a verify step costs 1 + draft_cost_ratio and
+    emits accept_length. break_even_accepted_per_step is a rate with one draft a step.
     """
-    length, ratio = (
-        _number(accept_length, "accept_length", 1),
-        _number(draft_cost_ratio, "draft_cost_ratio"),
-    )
     return {
-        "spec/speedup_estimate": length / (1 + ratio),
-        "spec/break_even_accept_length": 1 + ratio,
-        "spec/break_even_accepted_per_step": ratio,
+        "spec/speedup_estimate": accept_length / (1 + draft_cost_ratio),
+        "spec/break_even_accept_length": 1 + draft_cost_ratio,
+        "spec/break_even_accepted_per_step": draft_cost_ratio,
     }
 
 
-def _number(value, what, low=0):
-    value = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy or torch
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{what}: got {value!r:.80} ({type(value).__name__}), wanted a number; convert it"
-        )
-    if not low <= value < 2**63:  # also NaN; no counter holds more
-        raise ValueError(
-            f"{what}: got {value!r:.80}, wanted at least {low} and less than 2**63; see its source"
-        )
-    return value
+def _list(values):
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _count(value, what):
-    value = _number(value, what)
-    if value != int(value):
-        raise ValueError(f"{what}: got {value}, wanted a whole number; counts are ints")
-    return int(value)
-
-
-def _items(values, what):
-    if hasattr(values, "tolist") and not getattr(values, "is_nested", False):  # numpy, torch
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise TypeError(
-            f"{what}: got {type(values).__name__}, wanted a list (or a 1-D array or tensor); convert it"
-        )
-    return list(values)
-
-
-def _counts(values, what):
-    values = _items(values, what)
-    if all(
-        type(value) is int and 0 <= value < 2**63 for value in values
-    ):  # the quick way for long sequences
-        return values
-    return [_count(value, f"{what}[{i}]") for i, value in enumerate(values)]
-
-
-def _from_histogram(histogram, where):
-    """histogram[j]: steps that accepted j drafts. Returns all steps, [steps that accepted at least 1, 2, .. drafts]."""
-    bins = _counts(histogram, f"{where}: histogram")
-    return sum(bins), [sum(bins[k:]) for k in range(1, len(bins))]
-
-
-def _checked(
-    where, drafted, accepted, steps, positions=None, emitted=None, num_tokens=None, max_drafts=None
-):
-    """The record, if the identities hold. num_tokens: the response with prefill's token; max_drafts: of one step."""
-    drafted, accepted, steps = _counts(
-        [drafted, accepted, steps], f"{where}: [drafted, accepted, verify steps]"
-    )
-    got = f"{where}: got {accepted} accepted of {drafted} drafted in {steps} verify steps"
-    if accepted > drafted:
-        raise ValueError(
-            f"{got}, wanted accepted <= drafted; count drafts only, neither bonus tokens nor prefill's"
-        )
-    if drafted and not steps:
-        raise ValueError(
-            f"{got}, wanted the steps that verified them; has the engine another name for steps?"
-        )
-    if max_drafts is not None and drafted > max_drafts * steps:
-        raise ValueError(f"{got}, wanted at most {max_drafts} drafted a step; pass both of one run")
-    if positions is not None:
-        positions = tuple(_counts(positions, f"{where}: accepted per position"))
-        if any(here > before for before, here in zip((steps, *positions), positions, strict=False)):
-            raise ValueError(
-                f"{got}, per position {positions}; wanted at most {steps}, not rising, and no histogram"
-            )
-        if sum(positions) != accepted:
-            raise ValueError(
-                f"{got}, per position {positions}; wanted a sum of {accepted}; pass both of one request"
-            )
-    if (
-        num_tokens is not None
-    ):  # fewer tokens than steps is a DELTA output: then the number is unknown
-        num_tokens = _count(num_tokens, f"{where}: tokens")
-        emitted = num_tokens - 1 if num_tokens >= max(steps, 1) else None
-    emitted = None if emitted is None else _count(emitted, f"{where}: emitted tokens")
-    return SpecCounts(drafted, accepted, steps, positions, emitted)
-
-
-def _known(counts, what):
-    known = [(f"{what}[{i}]", c) for i, c in enumerate(_items(counts, what)) if c is not None]
-    for where, c in known:
-        if not isinstance(c, SpecCounts):
-            raise TypeError(
-                f"{where}: got {type(c).__name__}, wanted SpecCounts or None; see counts_from_*"
-            )
-    return [_checked(where, *vars(c).values()) for where, c in known]
+def _rows(values):
+    """[k, T] as k lists; [T] is one."""
+    rows = [_list(row) if hasattr(row, "__len__") else row for row in _list(values)]
+    return rows if rows and isinstance(rows[0], list) else [rows]
 
 
 def _add(rows):
-    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
-def main():
-    drafted, accepted, steps = [12, 0, 3], [9, 0, 0], [4, 0, 1]
-    print(f"drafted {drafted}  accepted {accepted}  verify steps {steps}")
-    before = compute_spec_decode_metrics(drafted, accepted, steps)
-    after = summarize([SpecCounts(*row) for row in zip(drafted, accepted, steps, strict=True)])
-    for when, metrics in (("before", before), ("after", after)):
-        print("\n".join(f"{when:8}{name:30}{value:8.4f}" for name, value in metrics.items()))
-
-    tokens, drafts, stale = (
-        [1, 2, 10, 11, 12, 13, 14, 15, 16],
-        [0, 11, 0, 99, 14, 0, 16],
-        [0, 11, 0, 99, 98, 97, 16],
-    )
-    rows = [["."] * len(tokens) for _ in range(2)]
-    index = 3
-    for decision in replay_acceptance(tokens, 2, drafts):
-        rows[0][index], rows[1][index] = drafts[index - 2], decision
-        index += 1 + decision
-    for name, row in zip(
-        ("index", "token", "draft", "decision"), (range(len(tokens)), tokens, *rows), strict=True
-    ):
-        print(f"{name:8}" + "".join(f"{cell:>4}" for cell in row))
-    report = explain_disagreement(tokens, 2, drafts, [1, 0, 0, 0, 1], {"stale drafter": stale})
-    print(f"engine decided [1, 0, 0, 0, 1]: {report['message']}")
+def _checked(counts, what):
+    """Those that are not None, if the identities hold; without drafts there is no verify step."""
+    known = []
+    for i, c in enumerate(counts):
+        if c is None:
+            continue
+        drafted, accepted, steps = c.draft_tokens, c.accepted_tokens, c.verify_steps
+        got = f"{what}[{i}]: got {accepted} accepted of {drafted} drafted in {steps} verify steps"
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"{got}, wanted accepted <= drafted; count drafts, no bonus tokens")
+        if not min(drafted, 1) <= steps <= (drafted or steps):
+            raise ValueError(f"{got}, wanted the steps that had a draft")
+        rows = (accepted, c.accepted_per_position), (drafted, c.drafted_per_position)
+        for total, row in (pair for pair in rows if pair[1] is not None):
+            falling = all(a >= b for a, b in pairwise((steps, *row, 0)))
+            if sum(row) != total or not falling:
+                raise ValueError(f"{got}, {row} a position; wanted a sum of {total}, not rising")
+        known.append(c if drafted else replace(c, verify_steps=0))
+    return known
 
 
-if __name__ == "__main__":
-    main()
+def _finished(counts, where, num_tokens=0):
+    """A source's record, checked, with what follows from the rest. num_tokens: prefill's too."""
+    steps = min(counts.verify_steps, counts.draft_tokens)  # in the others no draft was left
+    positions = counts.accepted_per_position
+    if positions is not None and counts.draft_tokens > len(positions) * steps:
+        came = f"{where}: got {counts.draft_tokens} drafted in {steps} verify steps"
+        raise ValueError(f"{came}, wanted at most {len(positions)} a step; pass both of one run")
+    emitted = num_tokens - 1 if num_tokens >= max(steps, 1) else None  # fewer: a DELTA output
+    return _total(_checked([replace(counts, verify_steps=steps, emitted_tokens=emitted)], where))

@@ -54,6 +54,7 @@ from toy.model import (
     copies,
     fill,
     forward,
+    gather_vocabulary,
     init_megatron,
     mimo_config,
     num_parameters,
@@ -64,10 +65,10 @@ from toy.optimizer import (
     Optimizer,
     data_parallel_group,
     sum_over_data_parallel,
-    tensor_parallel_group,
 )
 from toy.ppo import estimate_advantages, label_logprobs, mean_entropy
 from toy.report import columns, draw, read_baseline, report
+from toy.state import restore, save
 from toy.task import MAX_PROMPT, make_prompts, make_sequences, token_rewards
 
 Fix = Literal["loss", "mask", "recompute", "ref", "sync", "metrics", "parity", "recursion"]
@@ -140,7 +141,7 @@ def train(args, saved=None):
         batch = make_batch(samples, trainer.device)  # fix 2: masks aligned to packed ids
         metrics = score(trainer, reference, batch, samples, args)  # fix 4: runs without MTP
         drafts = trainer_drafts(trainer.actor, batch, args)  # what the engine should have drafted
-        metrics |= acceptance(trainer.actor, samples, drafts, args)  # fix 6: each decision replayed
+        metrics |= acceptance(trainer.actor, batch, samples, drafts, args)  # fix 6: and replayed
         warn(trainer, batch, samples, drafts, metrics, args)
         metrics |= update(trainer, samples, step, args)  # fixes 1, 2, 3
         clock.append(time.perf_counter())
@@ -309,17 +310,19 @@ def roll_out(llm, trainer, step, args):
         tokens, lengths = zip(*prompts, strict=True)
         samples = toy.engine.sample(llm, tokens, lengths, seeds, temperature=args.temperature)
         for sample in samples:
-            sample["counts"] = count(sample.pop("output"), sample)
+            sample["counts"] = count(sample.pop("output"), sample, args.drafts)
     everyone = [samples]
     torch.distributed.broadcast_object_list(everyone)
     return everyone[0]
 
 
-def count(output, sample):
+def count(output, sample, num_drafts):
     """SpecCounts of a request, None without speculation; vLLM 0.25.1 leaves counting to us."""
     if sample["accepted"] is None or hasattr(output.outputs[0], "spec_decode_metrics"):
         return spec_metrics.counts_from_vllm([output])[0]
-    return spec_metrics.counts_from_steps(sample["accepted"], sample["drafted"])
+    known = [number for number in sample["accepted"] if number is not None]
+    positions = tuple(sum(number >= j for number in known) for j in range(1, 1 + num_drafts))
+    return spec_metrics.SpecCounts(num_drafts * len(known), sum(known), len(known), positions)
 
 
 def make_batch(samples, device, unfix=()):
@@ -376,42 +379,64 @@ def score(trainer, reference, batch, samples, args):
 # ---- Acceptance ---------------------------------------------------------------------------------
 def trainer_drafts(actor, batch, args, **conventions):
     """What the engine drafts if it holds these weights: tokens `[k, T]` of each document."""
+    ids = batch["input_ids"], batch["position_ids"], None
+    how = dict(packed_seq_params=batch["packed"], num_drafts=args.drafts)
     with match_vllm_mimo(actor, **conventions):
-        drafts = draft_tokens(
-            actor,
-            batch["input_ids"],
-            batch["position_ids"],
-            None,
-            packed_seq_params=batch["packed"],
-            num_drafts=args.drafts,
-        )
+        drafts = draft_tokens(actor, *ids, **how)
     return drafts[:, 0].cpu().split(batch["packed"].cu_seqlens_q.diff().tolist(), dim=1)
 
 
-def acceptance(actor, samples, drafts, args):
-    """Acceptance of a rollout, and the share of its decisions that the trainer predicts (fix 6)."""
+def acceptance(actor, batch, samples, drafts, args):
+    """What the engine drafted and accepted, beside what the trainer says it should have (fix 6)."""
     metrics = spec_metrics.summarize([sample["counts"] for sample in samples])
     rate, length = (metrics.get(f"spec/accept_{name}_micro") for name in ("rate", "length"))
     if "metrics" in args.unfix and length:
         rate = length / 2  # before sglang#23530: a token that is never drafted counts as accepted
-    agreed = total = 0
-    if args.drafter != "none" and args.draft_sampling == "greedy":
-        for sample, drafted in zip(samples, drafts, strict=True):
-            pair = spec_metrics.replay_agreement(
-                sample["prompt"] + sample["response"],
-                len(sample["prompt"]),
-                drafted,
-                sample["accepted"],
-                sample["drafted"],
-            )
-            agreed, total = agreed + pair[0], total + pair[1]
-    agreement = agreed / total if total else None
+    requests = [(len(s["prompt"]), s["accepted"], s["drafted"]) for s in samples]
+    agreement = None
+    if args.drafter != "none" and args.draft_sampling == "greedy":  # each decision is predicted
+        pairs = [
+            spec_metrics.replay_agreement(s["prompt"] + s["response"], num, of, accepted, drafted)
+            for s, of, (num, accepted, drafted) in zip(samples, drafts, requests, strict=True)
+        ]
+        agreed, total = map(sum, zip(*pairs, strict=True))
+        agreement = agreed / total if total else None
+    elif args.drafter != "none":  # their rates are
+        odds = acceptance_odds(actor, batch, args)
+        pairs = zip(requests, odds, strict=True)
+        requests = [(num, of, accepted, drafted) for (num, accepted, drafted), of in pairs]
+        metrics |= spec_metrics.compare_acceptance(requests)
     if length:
+        for j, number in enumerate(drafted_per_position(samples), 1):
+            metrics[f"drafted_pos_{j}"] = number
         # Decoding costs what it reads: head and MTP layer for a draft, head and trunk without.
         head, mtp, trunk = map(num_parameters, (actor.output_layer, actor.mtp, actor.decoder))
         cost = args.drafts * (mtp + head) / (trunk + head)
         metrics |= spec_metrics.speedup_estimate(length, cost)
     return {"accept_rate": rate, "accept_length": length, "replay_agreement": agreement} | metrics
+
+
+def drafted_per_position(samples):
+    """Verify steps that drafted a 1st token, a 2nd, and so on."""
+    drafted = [number for sample in samples for number in sample["drafted"]]
+    return [sum(number >= j for number in drafted) for j in range(1, 1 + max(drafted))]
+
+
+@torch.no_grad()
+def acceptance_odds(actor, batch, args):
+    """The chance that a draft sampled at a slot is accepted: `[k, T]` of each document."""
+    states = []
+    hook = actor.mtp.register_forward_hook(lambda module, given, out: states.append(out))
+    trainer_drafts(actor, batch, args)
+    hook.remove()
+    logits, _ = actor.output_layer(states[0], weight=None)
+    probs = (gather_vocabulary(logits)[:, 0].float() / args.temperature).softmax(-1)
+    policy_TV, *drafts_TV = probs.chunk(1 + args.drafts)
+    # Draft j at slot t is for the token that the policy predicts at slot t+j.
+    policies_TV = (policy_TV.roll(-j, 0) for j in range(1, 1 + args.drafts))
+    pairs = zip(policies_TV, drafts_TV, strict=True)
+    odds_KT = torch.stack([spec_metrics.expected_acceptance(p, q) for p, q in pairs])
+    return odds_KT.cpu().split(batch["packed"].cu_seqlens_q.diff().tolist(), dim=1)
 
 
 def warn(trainer, batch, samples, drafts, metrics, args):
@@ -432,6 +457,9 @@ def problems_of(metrics, args, device):
     agreement = metrics["replay_agreement"]
     if args.drafter == "synced" and agreement is not None and agreement < 0.99:
         yield "The engine does not draft what the trainer would."
+    parted = [name for name, z in metrics.items() if "/z_cond_pos_" in name and abs(z) > 4]
+    if args.drafter == "synced" and parted:
+        yield f"Drafts are not accepted as often as the trainer expects: {parted} are beyond 4."
     if device == "cpu" and metrics["logprob_gap"] > 1e-2:
         yield "Trainer and engine differ in log-probs: weights not in step, another temperature?"
 
@@ -547,39 +575,6 @@ def push(llm, trainer, args):
         trainer.drafter = copies(trainer.actor.mtp)
 
 
-# ---- Report, save, resume -----------------------------------------------------------------------
-def save(trainer, step, args):
-    """All that the next step depends on, of every rank, in one file that is whole or absent."""
-    state = {
-        "actor": trainer.actor.state_dict(),
-        "value_head": trainer.value_head.state_dict(),
-        "drafter": trainer.drafter,
-        "optimizer": trainer.optimizer.state_dict(),
-    }
-    shards = [None] * args.tensor_parallel
-    torch.distributed.all_gather_object(shards, state, group=tensor_parallel_group())
-    if torch.distributed.get_rank() == 0:
-        state = dict(args=vars(args), step=step, shards=shards)
-        state["generator"] = trainer.generator.get_state()
-        state["metrics"] = open(f"{args.out}/metrics.jsonl").read() if step else ""
-        torch.save(state, f"{args.out}/state.pt.new")
-        os.replace(f"{args.out}/state.pt.new", f"{args.out}/state.pt")
-
-
-def restore(trainer, saved, args):
-    """What `save` wrote, into what is in use; the steps after it will be made again."""
-    state = saved["shards"][tensor_parallel_group().rank()]
-    trainer.actor.load_state_dict(state["actor"])
-    trainer.value_head.load_state_dict(state["value_head"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.drafter = {name: t.to(trainer.device) for name, t in state["drafter"].items()}
-    trainer.generator.set_state(saved["generator"])
-    if torch.distributed.get_rank() == 0:
-        with open(f"{args.out}/metrics.jsonl", "w") as file:
-            file.write(saved["metrics"])
-    return saved["step"]
-
-
 # ---- The command --------------------------------------------------------------------------------
 def check(args):
     """Refuses what would go wrong in silence, before anything is written."""
@@ -604,7 +599,7 @@ def check(args):
 def main(argv=None):
     args, saved = tyro.cli(Args, args=argv), None
     if args.resume:
-        saved = torch.load(f"{args.resume}/state.pt", weights_only=True)
+        saved = torch.load(f"{args.resume}/state.pt", "cpu", weights_only=True)
         changed = dict(out=args.resume, resume=args.resume, verbose=args.verbose)
         args = Args(**saved["args"] | changed)
     check(args)

@@ -1,10 +1,8 @@
 """What mtp_mask.py promises: cases of the field, equality with a loop written from the rule, with Megatron's roll."""
 
 import runpy
-import traceback
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -196,62 +194,19 @@ def before_rolled_by_unpadded_offsets(ids, cu_seqlens, cu_seqlens_padded):  # Me
 
 
 def test_a_padded_pack_is_rolled_by_its_padded_offsets_and_padding_gets_fill():
-    ids, real, padded = torch.tensor([1, 2, 3, 0, 11, 12, 0, 0]), [0, 3, 5], [0, 4, 8]
-    assert depth_targets(ids, 0, real, cu_seqlens_padded=padded).tolist() == [
-        2,
-        3,
-        0,
-        0,
-        12,
-        0,
-        0,
-        0,
-    ]
-    assert depth_targets(ids, 0, real, cu_seqlens_padded=padded, fill=-1).tolist() == [
-        2,
-        3,
-        -1,
-        -1,
-        12,
-        -1,
-        -1,
-        -1,
-    ]
-    assert as_ints(depth_mask(torch.ones(8), 0, real, cu_seqlens_padded=padded)) == [
-        1,
-        1,
-        0,
-        0,
-        1,
-        0,
-        0,
-        0,
-    ]
-    assert as_ints(depth_mask(torch.ones(8), 1, real, cu_seqlens_padded=padded)) == [
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]
+    ids = torch.tensor([1, 2, 3, 0, 11, 12, 0, 0])
+    where = dict(cu_seqlens=[0, 3, 5], cu_seqlens_padded=[0, 4, 8])
+    assert depth_targets(ids, 0, **where).tolist() == [2, 3, 0, 0, 12, 0, 0, 0]
+    assert depth_targets(ids, 0, **where, fill=-1).tolist() == [2, 3, -1, -1, 12, -1, -1, -1]
+    assert as_ints(depth_mask(torch.ones(8), 0, **where)) == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert as_ints(depth_mask(torch.ones(8), 1, **where)) == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_megatrons_roll_by_unpadded_offsets_breaks_the_rule():
     pytest.importorskip("megatron.core")
     ids = torch.tensor([1, 2, 3, 0, 11, 12, 0, 0])
-    assert before_rolled_by_unpadded_offsets(ids, [0, 3, 5], [0, 4, 8]).tolist() == [
-        2,
-        3,
-        0,
-        11,
-        0,
-        12,
-        0,
-        0,
-    ]
+    rolled = before_rolled_by_unpadded_offsets(ids, [0, 3, 5], [0, 4, 8])
+    assert rolled.tolist() == [2, 3, 0, 11, 0, 12, 0, 0]
 
 
 def test_what_padding_holds_never_counts_nor_becomes_a_target():
@@ -285,22 +240,10 @@ def test_a_pack_is_t_or_1_t_and_its_offsets_a_list_or_a_tensor(as_row, as_offset
 def test_numpys_ints_are_ints():
     one, eight, cu_seqlens = np.uint8(1), np.int64(8), [np.int64(0), np.int32(8)]
     assert as_ints(depth_mask(torch.ones(8), one, cu_seqlens)) == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert depth_targets(torch.arange(8), one, cu_seqlens, fill=eight).tolist() == [
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-        8,
-    ]
-    assert context_parallel_slice(torch.arange(8), cu_seqlens, np.uint8(2), one).tolist() == [
-        2,
-        3,
-        4,
-        5,
-    ]
+    targets = depth_targets(torch.arange(8), one, cu_seqlens, fill=eight)
+    assert targets.tolist() == [2, 3, 4, 5, 6, 7, 8, 8]
+    share = context_parallel_slice(torch.arange(8), cu_seqlens, np.uint8(2), one)
+    assert share.tolist() == [2, 3, 4, 5]
 
 
 # Case 5: response masks to whole sequences
@@ -387,10 +330,8 @@ def test_the_whole_mask_is_jagged_and_keeps_dtype_and_values(dtype):
             and whole.dtype == dtype
             and rows_of(whole) == [[0, 1, 0, 1]]
         )
-    assert expand_response_mask(torch.tensor([[0.5]]), [2], torch.ones(1, 1)).values().tolist() == [
-        0,
-        0.5,
-    ]
+    whole = expand_response_mask(torch.tensor([[0.5]]), [2], torch.ones(1, 1))
+    assert rows_of(whole) == [[0, 0.5]]
 
 
 def test_a_whole_mask_goes_straight_into_depth_mask_as_a_pack():
@@ -504,7 +445,7 @@ def test_a_pack_of_no_documents_and_rows_of_no_slots_give_what_they_got():
     assert context_parallel_slice(torch.ones(2, 0), [0], 2, 1).shape == (2, 0)
 
 
-# Case 7: errors name the row, what came, what was wanted and what to do
+# Case 7: what would be a wrong mask in silence is an error that names the row and what came
 
 
 ONES = torch.ones(2, 3)
@@ -512,224 +453,122 @@ EIGHT = torch.ones(8)
 ERRORS = {
     "attention with a hole": (
         lambda: expand_response_mask(ONES, [5, 5], torch.tensor([[1, 1, 1], [1, 0, 1]])),
-        r"row 1: response_attention_mask has 2 slots .* not 2 ones at the left; wanted ones, then zeros: left-align",
+        "row 1: response_attention_mask",
     ),
     "attention at the right": (
         lambda: expand_response_mask(ONES, [5, 5], torch.tensor([[0, 1, 1], [1, 0, 0]])),
-        r"row 0: .*left-align",
+        "row 0: response_attention_mask",
     ),
     "attention that is not 0 or 1": (
-        lambda: expand_response_mask(
-            ONES, [5, 5], torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 0.0]])
-        ),
-        r"row 1: .*left-align",
+        lambda: expand_response_mask(ONES, [5, 5], torch.tensor([[1.0, 1, 0], [1, 0.5, 0]])),
+        "row 1: response_attention_mask",
     ),
     "a response longer than its sequence": (
         lambda: expand_response_mask(ONES, [3, 2], ONES),
-        r"row 1: the response has 3 tokens and its whole sequence 2; wanted 3 to 2\*\*31 - 1: pass prompt \+ response",
+        "row 1: .* 3 tokens, .* 2;",
     ),
     "a nested response longer than its sequence": (
         lambda: expand_response_mask(jagged([1], [1, 1]), [1, 1]),
-        r"row 1: ",
+        "row 1: .* 2 tokens, .* 1;",
     ),
-    "a length no buffer can hold": (
-        lambda: expand_response_mask(ONES, [3, 2**70], ONES),
-        r"row 1: .*2\*\*31",
-    ),
-    "a negative length": (
-        lambda: expand_response_mask(ONES, [3, -1], ONES),
-        r"row 1: sequence_lengths is -1; wanted 0",
-    ),
+    "a negative length": (lambda: expand_response_mask(ONES, [3, -1], ONES), "row 1: .* -1;"),
     "a negative length in a tensor": (
         lambda: expand_response_mask(ONES, torch.tensor([3, -1]), ONES),
-        r"row 1: .*whole sequence -1",
+        "row 1: .* -1;",
     ),
     "fewer lengths than rows": (
         lambda: expand_response_mask(ONES, [5], ONES),
-        r"row 1: response_mask has 2 rows, sequence_lengths 1; wanted as many: pass one length a row",
+        "row 1: .* 2 rows, sequence_lengths 1;",
     ),
-    "more lengths than rows": (lambda: expand_response_mask(ONES, [5, 5, 5], ONES), r"row 2: "),
+    "more lengths than rows": (
+        lambda: expand_response_mask(ONES, [5, 5, 5], ONES),
+        "row 2: .* 2 rows, sequence_lengths 3;",
+    ),
     "padded without attention": (
         lambda: expand_response_mask(ONES, [5, 5]),
-        r"row 0 and all others: .*response_attention_mask missing.*; wanted \[B, R\] attention: pass it",
+        "row 0 and all others: .*response_attention_mask",
     ),
     "attention of another width": (
         lambda: expand_response_mask(ONES, [5, 5], torch.ones(2, 4)),
-        r"row 2: response_mask has shape \[2, 3\], response_attention_mask \[2, 4\]; wanted the same",
+        r"row 2: .*\[2, 3\], .*\[2, 4\]",
     ),
     "attention of another height": (
         lambda: expand_response_mask(ONES, [5, 5], torch.ones(1, 3)),
-        r"row 1: ",
+        r"row 1: .*\[2, 3\], .*\[1, 3\]",
     ),
     "attention beside nested rows": (
         lambda: expand_response_mask(jagged([1]), [2], ONES),
-        r"row 0 and all.*leave it out",
+        "row 0 and all others: response_attention_mask",
     ),
-    "a mask of one dimension": (
-        lambda: expand_response_mask(EIGHT, [9], EIGHT),
-        r"shape \[8\]; wanted \[B, R\]",
-    ),
-    "nested rows that are not jagged": (
-        lambda: expand_response_mask(torch.nested.nested_tensor([EIGHT]), [9]),
-        r"not jagged \[B, j\]; wanted that: .*layout=torch.jagged",
-    ),
-    "lengths of two dimensions": (
-        lambda: expand_response_mask(ONES, torch.ones(2, 1, dtype=torch.int64), ONES),
-        r"sequence_lengths has shape \[2, 1\]; wanted one dimension",
-    ),
-    "a negative depth": (lambda: depth_mask(EIGHT, -1), r"depth is -1; wanted 0 or more"),
-    "an unknown rule": (
-        lambda: depth_mask(EIGHT, 1, rule="draft"),
-        r"rule is 'draft'; wanted 'target' or 'drafted': pass one of the two",
-    ),
+    "a negative depth": (lambda: depth_mask(EIGHT, -1), "depth is -1"),
+    "an unknown rule": (lambda: depth_mask(EIGHT, 1, rule="draft"), "'draft'.*'target'.*'drafted'"),
     "a mask that is not 0 or 1": (
         lambda: depth_mask(torch.tensor([[1, 0], [0, -100]]), 1),
-        r"row 1: token_mask holds -100 at slot 1; wanted 0 or 1: weigh the loss",
+        "row 1: token_mask holds -100 at slot 1",
     ),
     "a mask that is not a number": (
         lambda: depth_mask(torch.tensor([0, float("nan")]), 1),
-        r"row 0: .*nan at slot 1",
+        "row 0: token_mask holds nan at slot 1",
     ),
     "offsets that fall": (
         lambda: depth_mask(EIGHT, 1, [0, 5, 3, 8]),
-        r"row 1: cu_seqlens falls from 5 to 3; wanted offsets: sum the lengths up",
+        "row 1: cu_seqlens falls from 5 to 3",
     ),
     "offsets not from 0": (
         lambda: depth_targets(EIGHT, 1, torch.tensor([3, 8])),
-        r"row 0: cu_seqlens starts with \[3\]; wanted B\+1 offsets: put the 0 in front",
+        r"row 0: cu_seqlens starts with \[3\]",
     ),
-    "no offsets": (
-        lambda: depth_mask(EIGHT, 1, []),
-        r"row 0: cu_seqlens starts with \[\]; wanted B\+1 offsets",
-    ),
-    "negative offsets": (
-        lambda: depth_mask(EIGHT, 1, [0, -2, 8]),
-        r"row 1: cu_seqlens is -2; wanted 0 or more",
-    ),
+    "no offsets": (lambda: depth_mask(EIGHT, 1, []), "row 0: cu_seqlens"),
+    "negative offsets": (lambda: depth_mask(EIGHT, 1, [0, -2, 8]), "row 0: .*from 0 to -2"),
     "offsets short of T": (
         lambda: depth_mask(EIGHT, 1, [0, 3, 5]),
-        r"row 1: cu_seqlens ends at 5; wanted T = 8: give the padding to a document, or cut it off",
+        "row 1: cu_seqlens ends at 5, .* 8",
     ),
     "offsets past T": (
         lambda: depth_mask(EIGHT, 1, [0, 9]),
-        r"row 0: cu_seqlens ends at 9; wanted T = 8",
+        "row 0: cu_seqlens ends at 9, .* 8",
     ),
     "padded offsets short of T": (
         lambda: depth_mask(EIGHT, 1, [0, 3, 5], cu_seqlens_padded=[0, 4, 7]),
-        r"row 1: cu_seqlens_padded ends at 7; wanted T = 8",
+        "row 1: cu_seqlens_padded ends at 7, .* 8",
     ),
     "offsets of other documents": (
         lambda: depth_mask(EIGHT, 1, [0, 3, 5], cu_seqlens_padded=[0, 8]),
-        r"row 1: cu_seqlens has 2 documents, cu_seqlens_padded 1; wanted the same",
+        "argument 2 is shorter than argument 1",
     ),
     "a document larger than its room": (
         lambda: depth_mask(EIGHT, 1, [0, 3, 8], cu_seqlens_padded=[0, 4, 8]),
-        r"row 1: 5 tokens by cu_seqlens, 4 slots by cu_seqlens_padded; wanted a slot for each token: .* swapped",
+        "row 1: 5 tokens .* 4 slots",
     ),
     "a pack of two rows": (
         lambda: depth_mask(ONES, 1, [0, 3]),
-        r"row 1: token_mask has shape \[2, 3\] and came with cu_seqlens; wanted \[T\] or \[1, T\]: leave",
+        r"row 1: cu_seqlens .*\[2, 3\]",
     ),
     "a fill beyond the dtype": (
         lambda: depth_targets(torch.zeros(2, dtype=torch.uint8), 1, fill=-100),
-        r"fill is -100; wanted a value of torch.uint8",
+        "fill is -100; .*torch.uint8",
     ),
-    "a fill beyond every dtype": (
-        lambda: depth_targets(EIGHT, 1, fill=2**70),
-        r"fill is \d+; wanted a value of",
-    ),
-    "a single number": (
-        lambda: depth_targets(torch.tensor(3), 1),
-        r"token_ids is a single number; wanted at least one",
-    ),
+    "a fill between two ids": (lambda: depth_targets(EIGHT.long(), 1, fill=0.5), "fill is 0.5"),
     "a document that does not divide": (
         lambda: context_parallel_slice(torch.ones(10), [0, 4, 10], 2, 0),
-        r"row 1: the document has 6 slots; wanted a multiple of 2 \* cp_size = 4: pad it and pass",
+        "row 1: .* 6 slots, 2 . cp_size is 4",
     ),
     "a rank outside": (
         lambda: context_parallel_slice(EIGHT, [0, 8], 2, 2),
-        r"cp_rank is 2, cp_size 2; wanted a rank from",
+        "cp_rank is 2, cp_size 2",
     ),
-    "no ranks": (
-        lambda: context_parallel_slice(EIGHT, [0, 8], 0, 0),
-        r"cp_size is 0; wanted 1 or more",
-    ),
+    "no ranks": (lambda: context_parallel_slice(EIGHT, [0, 8], 0, 0), "cp_size 0"),
     "slices past T": (
         lambda: context_parallel_slice(EIGHT, [0, 4], 1, 0),
-        r"row 0: cu_seqlens ends at 4; wanted T = 8",
-    ),
-}
-TYPE_ERRORS = {
-    "a list for a mask": (lambda: depth_mask([1, 0], 1), r"token_mask is a list; wanted a tensor"),
-    "a list for a response mask": (
-        lambda: expand_response_mask([[1]], [2]),
-        r"response_mask is a list; wanted a tensor",
-    ),
-    "a jagged mask": (
-        lambda: depth_mask(jagged([1, 0]), 1),
-        r"token_mask is nested.*; wanted a plain tensor: .*values\(\)",
-    ),
-    "a sparse mask": (
-        lambda: depth_mask(EIGHT.to_sparse(), 1),
-        r"token_mask is nested, sparse or meta; wanted a plain",
-    ),
-    "a mask without data": (
-        lambda: depth_mask(EIGHT.to("meta"), 1),
-        r"token_mask is nested, sparse or meta; wanted a",
-    ),
-    "complex ids": (
-        lambda: depth_targets(EIGHT.to(torch.complex64), 1),
-        r"token_ids is torch.complex64; wanted bool",
-    ),
-    "a depth of 1.0": (lambda: depth_mask(EIGHT, 1.0), r"depth is 1.0; wanted an int"),
-    "a depth of True": (lambda: depth_mask(EIGHT, True), r"depth is True; wanted an int"),
-    "a fill of 0.5": (lambda: depth_targets(EIGHT, 1, fill=0.5), r"fill is 0.5; wanted an int"),
-    "float lengths": (
-        lambda: expand_response_mask(ONES, [5, 5.0], ONES),
-        r"row 1: sequence_lengths is 5.0; wanted an int",
-    ),
-    "bool lengths": (
-        lambda: expand_response_mask(ONES, [5, True], ONES),
-        r"row 1: sequence_lengths is True; wanted an",
-    ),
-    "a float tensor of lengths": (
-        lambda: expand_response_mask(ONES, torch.tensor([5.0, 5.0]), ONES),
-        r"sequence_lengths is torch.float32; wanted ints",
-    ),
-    "one length for all": (
-        lambda: expand_response_mask(ONES, 5, ONES),
-        r"sequence_lengths is a int; wanted a list or",
-    ),
-    "float offsets": (
-        lambda: depth_mask(EIGHT, 1, [0, 8.0]),
-        r"row 1: cu_seqlens is 8.0; wanted an int",
-    ),
-    "a bool tensor of offsets": (
-        lambda: depth_mask(EIGHT[:1], 1, torch.tensor([False, True])),
-        r"cu_seqlens is torch.bool",
-    ),
-    "padded offsets alone": (
-        lambda: depth_mask(EIGHT, 1, cu_seqlens_padded=[0, 8]),
-        r"cu_seqlens is a NoneType; wanted a",
-    ),
-    "a rank of 0.0": (
-        lambda: context_parallel_slice(EIGHT, [0, 8], 2, 0.0),
-        r"cp_rank is 0.0; wanted an int",
+        "row 0: cu_seqlens ends at 4, .* 8",
     ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_does_not_fit_is_a_value_error_that_names_it(name):
-    call, message = ERRORS[name]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize("name", TYPE_ERRORS)
-def test_what_is_of_the_wrong_kind_is_a_type_error_that_names_it(name):
-    call, message = TYPE_ERRORS[name]
-    with pytest.raises(TypeError, match=message):
+    call, facts = ERRORS[name]
+    with pytest.raises(ValueError, match=facts):
         call()
 
 
@@ -831,34 +670,9 @@ def test_all_layouts_supervise_the_same_pairs_of_tokens(masks, spare, cp_size, d
 
 def test_a_rank_keeps_chunk_r_and_its_mirror_of_every_document():
     slots, offsets = torch.arange(24), [0, 8, 8, 24]
-    assert context_parallel_slice(slots, offsets, 2, 0).tolist() == [
-        0,
-        1,
-        6,
-        7,
-        8,
-        9,
-        10,
-        11,
-        20,
-        21,
-        22,
-        23,
-    ]
-    assert context_parallel_slice(slots, offsets, 2, 1).tolist() == [
-        2,
-        3,
-        4,
-        5,
-        12,
-        13,
-        14,
-        15,
-        16,
-        17,
-        18,
-        19,
-    ]
+    first, second = (context_parallel_slice(slots, offsets, 2, rank).tolist() for rank in (0, 1))
+    assert first == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert second == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
     assert context_parallel_slice(slots.view(2, 12), [0, 12], 3, 2).tolist() == [
         [4, 5, 6, 7],
         [16, 17, 18, 19],
@@ -935,70 +749,6 @@ def test_dense_rows_equal_megatrons_roll_too(num_rows, width, depth, random):
         rolled, _ = roll_tensor(rolled)
     assert torch.equal(depth_mask(mask_BT, depth).float(), rolled)
     assert torch.equal(depth_targets(mask_BT, depth), rolled)
-
-
-# Whatever comes in: an answer, or an error of ours
-
-
-numbers = st.one_of(
-    st.integers(-3, 9),
-    st.sampled_from([2**31, 2**63, -(2**70), True, 1.0, float("nan"), None, "1"]),
-)
-int_lists = st.one_of(
-    numbers, st.lists(st.integers(0, 8), max_size=4), st.lists(numbers, max_size=4)
-)
-dtypes = st.sampled_from(
-    [torch.bool, torch.uint8, torch.int64, torch.float32, torch.uint16, torch.complex64]
-)
-tensors = st.builds(
-    lambda shape, values, dtype: (
-        torch.tensor(values)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
-    ),
-    st.lists(st.integers(0, 3), max_size=2),
-    st.one_of(
-        st.lists(st.integers(0, 1), min_size=9, max_size=9),
-        st.lists(st.integers(0, 9), min_size=9, max_size=9),
-    ),
-    dtypes,
-)
-jagged_tensors = st.builds(lambda: jagged([1, 0], []))
-anything = st.one_of(
-    int_lists,
-    tensors,
-    jagged_tensors,
-    st.builds(lambda: torch.nested.nested_tensor([torch.ones(2)])),
-)
-
-
-@repeatable(max_examples=400)
-@given(st.data())
-def test_malformed_input_gives_an_answer_or_an_error_of_ours_never_one_from_inside_torch(data):
-    draw = data.draw
-    call = draw(
-        st.sampled_from(
-            [
-                lambda: expand_response_mask(draw(tensors), draw(anything), draw(anything)),
-                lambda: expand_response_mask(draw(anything), draw(int_lists)),
-                lambda: depth_mask(
-                    draw(anything), draw(numbers), draw(anything), cu_seqlens_padded=draw(anything)
-                ),
-                lambda: depth_mask(draw(tensors), 1, rule=draw(anything)),
-                lambda: depth_targets(
-                    draw(tensors), draw(numbers), draw(int_lists), fill=draw(anything)
-                ),
-                lambda: context_parallel_slice(
-                    draw(tensors), draw(anything), draw(numbers), draw(anything)
-                ),
-            ]
-        )
-    )
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        assert Path(traceback.extract_tb(error.__traceback__)[-1].filename) == Path(
-            mtp_mask.__file__
-        ), error
-        assert "wanted" in str(error)
 
 
 # The file that teaches

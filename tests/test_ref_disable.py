@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import itertools
 
+import conftest
 import pytest
 import torch
 from hypothesis import given
@@ -11,14 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import toy.model
-from mtp_loss import patch_mtp_loss
+from drafter_sync import match_vllm_mimo
+from mtp_loss import draft_tokens, patch_mtp_loss
 from ref_disable import (
     drop_mtp_weights,
-    mtp_layer_count,
     reference_transformer_config,
     skip_mtp,
     without_mtp_config,
 )
+from toy.hybrid import build_hybrid_model
 
 COUNT_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -83,58 +86,17 @@ def pretrained_configs():
 def test_pretrained_configs_are_switched_off_too_and_stay_usable_for_the_actor(index):
     config = pretrained_configs()[index]
     before = copy.deepcopy(config.to_dict())
-    assert mtp_layer_count(config) == 1
     found = without_mtp_config(config)
     assert type(found) is type(config) and config.to_dict() == before
-    with pytest.raises(ValueError, match="MTP is asked for"):
-        mtp_layer_count(found)
-    assert mtp_layer_count(config) == 1
+    switched_off = []
 
-    def strip(tree):
+    def switch_off(tree):
         if not isinstance(tree, dict):
             return tree
-        return {key: None if key in COUNT_NAMES else strip(value) for key, value in tree.items()}
+        switched_off.extend(tree[name] for name in COUNT_NAMES if name in tree)
+        return {key: 0 if key in COUNT_NAMES else switch_off(tree[key]) for key in tree}
 
-    assert strip(found.to_dict()) == strip(before)
-
-
-def test_the_count_for_whoever_asks_for_mtp():
-    assert (
-        mtp_layer_count(
-            {"num_nextn_predict_layers": 2, "text_config": {"mtp_num_hidden_layers": 2}}
-        )
-        == 2
-    )
-    for config in (
-        {},
-        {"mtp_num_hidden_layers": None},
-        {"num_nextn_predict_layers": 0, "text_config": {}},
-    ):
-        with pytest.raises(
-            ValueError,
-            match="MTP is asked for, and .* are absent, 0 or None .* or train without MTP",
-        ):
-            mtp_layer_count(config)
-    with pytest.raises(ValueError, match="number of MTP layers as 1 and as 2; wanted one number"):
-        mtp_layer_count(
-            {"num_nextn_predict_layers": 1, "text_config": {"num_nextn_predict_layers": 2}}
-        )
-    for count in (-1, 1.0, "1", True, [1]):
-        with pytest.raises(
-            ValueError, match="num_nextn_predict_layers is .*; wanted an int, 0 or more"
-        ):
-            mtp_layer_count({"num_nextn_predict_layers": count})
-
-
-@pytest.mark.parametrize(
-    "config", [None, "XiaomiMiMo/MiMo-7B", 3, [], dict, {"text_config": 3}, {"text_config": "x"}]
-)
-def test_what_is_no_config_is_a_type_error(config):
-    for function in (without_mtp_config, mtp_layer_count):
-        with pytest.raises(
-            TypeError, match="(hf_config|text_config) is .*; wanted a PretrainedConfig or a dict"
-        ):
-            function(config)
+    assert found.to_dict() == switch_off(before) and set(switched_off) == {1}
 
 
 @pytest.mark.parametrize("actor_first", [True, False])
@@ -170,14 +132,6 @@ def test_the_transformer_config_is_copied_with_mtp_off(tiny):
     assert reference.grad_scale_func is config.grad_scale_func
     reference.moe_layer_freq.append(1)
     assert config.moe_layer_freq == [1, 0]
-
-
-@pytest.mark.parametrize("config", [None, {}, {"mtp_num_layers": 1}, "config", 3])
-def test_what_is_no_transformer_config_is_a_type_error(config):
-    with pytest.raises(
-        TypeError, match="without mtp_num_layers; wanted a Megatron TransformerConfig"
-    ):
-        reference_transformer_config(config)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -266,22 +220,6 @@ def test_it_is_lazy():
     assert next(pairs) == ("c", None) and taken == ["a", "mtp.b", "c"]
 
 
-def test_what_holds_no_pairs_is_a_type_error_and_no_count_a_value_error():
-    for stream in (["name"], [("a", 1, 2)], [(1, "a")], "names", [None], [b"ab"]):
-        with pytest.raises(
-            TypeError, match="named_tensors holds .*; wanted .name, tensor.: pass state_dict"
-        ):
-            list(drop_mtp_weights(stream))
-    for stream in (None, 3):
-        with pytest.raises(
-            TypeError, match="named_tensors is a .*; wanted .name, tensor. pairs or a state dict"
-        ):
-            drop_mtp_weights(stream)
-    for count in (0, -1, True, "61", 1.5):
-        with pytest.raises(ValueError, match="num_hidden_layers is .*; wanted 1 or more"):
-            drop_mtp_weights([], num_hidden_layers=count)
-
-
 # ------------------------------------------------------------------------------------------------------------------
 # Models
 # ------------------------------------------------------------------------------------------------------------------
@@ -297,6 +235,12 @@ def batch():
         dict(packed_seq_params=packed),
         dict(labels=labels, loss_mask=loss_mask),
     )
+
+
+def megatron_release():
+    import megatron.core
+
+    return megatron.core.__version__.rsplit(".", 1)[0]
 
 
 @contextlib.contextmanager
@@ -389,13 +333,11 @@ def test_the_reference_config_builds_what_a_config_without_mtp_builds(tiny):
 
 @pytest.mark.parametrize("count", [1, 0])
 def test_stock_0_16_crashes_on_a_log_prob_pass_unless_mtp_num_layers_is_none(tiny, count):
-    import megatron.core
-
     model = tiny(mtp_layers=count)
     model.config.mtp_num_layers = count
     args, packed, _ = batch()
     crash = pytest.raises(AttributeError, match="'NoneType' object has no attribute 'clone'")
-    with crash if megatron.core.__version__.startswith("0.16") else contextlib.nullcontext():
+    with crash if megatron_release() == "0.16" else contextlib.nullcontext():
         model(*args, **packed)
     with skip_mtp(model):
         model(*args, **packed)
@@ -421,18 +363,50 @@ def test_inside_skip_mtp_no_mtp_layer_runs_and_the_logits_are_bitwise_the_same(t
 
 
 @pytest.mark.parametrize("detach_trunk", [True, False])
-def test_it_holds_within_patch_mtp_loss_too(tiny, detach_trunk):
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_it_holds_in_any_order_with_the_patched_loss_and_vllms_convention(
+    tiny, order, detach_trunk
+):
     actor = tiny()
     args, packed, labels = batch()
-    with patch_mtp_loss(actor, detach_trunk=detach_trunk) as mtp, counted_forwards(actor) as calls:
-        logits = actor(*args, **packed, **labels)
-        assert len(calls) == len(mtp.depths) == 1
-        with skip_mtp(actor):
-            assert torch.equal(actor(*args, **packed, **labels), logits) and mtp.depths == []
+    before, config = state(actor), actor.config
+    contexts = [
+        lambda: skip_mtp(actor),
+        lambda: patch_mtp_loss(actor, detach_trunk=detach_trunk),
+        lambda: match_vllm_mimo(actor),
+    ]
+    with skip_mtp(actor):
+        logits = actor(*args, **packed)
+    with counted_forwards(actor) as calls:
+        with contextlib.ExitStack() as stack:
+            entered = [(i, stack.enter_context(contexts[i]())) for i in order]
+            mtp = dict(entered)[1]
+            assert torch.equal(actor(*args, **packed, **labels), logits)
             assert torch.equal(actor(*args, **packed), logits)
-        assert len(calls) == 1
+            assert mtp.depths == []
+            with pytest.raises(RuntimeError, match="skip_mtp"):
+                draft_tokens(actor, *args, **packed)
+        assert not calls
+        with contexts[1]() as mtp, contexts[2]():  # and all of it is back
+            assert torch.equal(actor(*args, **packed, **labels), logits)
+        assert len(calls) == len(mtp.depths) == 1
+    assert state(actor) == before and actor.config is config
+    assert "forward" not in vars(actor.mtp)
+
+
+def test_within_the_patched_loss_a_pass_is_skipped_and_the_next_step_trains_mtp_again(tiny):
+    actor = tiny()
+    args, packed, labels = batch()
+    with patch_mtp_loss(actor) as mtp, counted_forwards(actor) as calls:
         actor(*args, **packed, **labels)
-        assert len(calls) == 2
+        assert len(calls) == len(mtp.depths) == 1
+        tokens = mtp.depths[0]["tokens"].clone()
+        mtp.depths.clear()
+        with skip_mtp(actor):
+            actor(*args, **packed, **labels)
+        assert len(calls) == 1 and mtp.depths == []
+        actor(*args, **packed, **labels)
+        assert len(calls) == 2 and mtp.depths[0]["tokens"] == tokens
 
 
 def state(model):
@@ -466,18 +440,96 @@ def test_the_model_is_whole_again_afterwards_also_after_an_error_and_nested(tiny
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
-def test_wrappers_are_taken_off_and_a_model_without_mtp_is_left_alone(tiny):
-    class Wrapper(torch.nn.Module):  # as DDP and Float16Module
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
+class Wrapper(torch.nn.Module):  # as DDP and Float16Module
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
 
-    actor, plain = tiny(), tiny(mtp_num_layers=None)
-    with skip_mtp(Wrapper(Wrapper(actor))):
-        assert actor.config.mtp_num_layers is None
+
+class VisionLanguageModel(torch.nn.Module):
+    def __init__(self, language_model):
+        super().__init__()
+        self.vision_tower, self.language_model = torch.nn.Linear(2, 2), language_model
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda model: Wrapper(Wrapper(model)),
+        lambda model: VisionLanguageModel(model),
+        lambda model: Wrapper(VisionLanguageModel(Wrapper(model))),
+        lambda model: [model],
+        lambda model: (Wrapper(VisionLanguageModel(model)),),
+        lambda model: torch.nn.ModuleList([model]),
+    ],
+)
+def test_it_finds_the_model_where_codebases_hold_it(tiny, held):
+    actor = tiny()
+    args, packed, _ = batch()
+    wanted, before, config = actor(*args, **packed, labels=args[0]), state(actor), actor.config
+    with skip_mtp(held(actor)), counted_forwards(actor) as calls:
+        assert torch.equal(actor(*args, **packed, labels=args[0]), wanted) and not calls
+    assert state(actor) == before and actor.config is config
+
+
+def test_of_a_virtual_pipelines_chunks_the_one_with_the_head_skips_mtp(tiny):
+    actor, first = tiny(), tiny(mtp_num_layers=None)
+    first.post_process = False
+    before = state(first)
+    with skip_mtp([first, actor]):
+        assert actor.config.mtp_num_layers is None and state(first) == before
+    first.config.pipeline_model_parallel_size = 2
+    with skip_mtp([first]), skip_mtp(first):  # a stage that has no head
+        assert state(first)[0] == before[0]
+
+
+def test_a_model_without_mtp_is_left_alone(tiny):
+    plain = tiny(mtp_num_layers=None)
     before = state(plain)
     with skip_mtp(plain):
         assert state(plain) == before
+
+
+@pytest.mark.parametrize(
+    "model", [None, [], [None], torch.nn.Linear(2, 2), torch.nn.Linear, "actor"]
+)
+def test_what_is_no_model_of_megatrons_is_refused_by_the_name_of_its_class(model):
+    name = type(model[0] if model and isinstance(model, list) else model).__name__
+    with pytest.raises((TypeError, ValueError), match=name), skip_mtp(model):
+        pass
+
+
+def test_two_chunks_with_a_head_are_refused_and_left_alone(tiny):
+    chunks = [tiny(), tiny()]
+    before = [state(chunk) for chunk in chunks]
+    with pytest.raises(ValueError, match="GPTModel, GPTModel"), skip_mtp(chunks):
+        pass
+    assert [state(chunk) for chunk in chunks] == before
+
+
+@pytest.mark.parametrize("depth, tied", [(1, False), (2, True)])
+def test_a_hybrid_model_skips_its_mtp_layers_too(megatron, depth, tied):
+    if megatron_release() in ("0.16", "0.17"):
+        pytest.skip("no HybridModel before 0.18")
+    hf_config = toy.model.mimo_config(
+        hidden_size=64, num_heads=2, ffn_size=96, mtp_layers=depth, tied=tied
+    )
+    actor = build_hybrid_model(hf_config)
+    conftest.random_weights(actor, 0)
+    reference = build_hybrid_model(without_mtp_config(hf_config))
+    reference.load_state_dict(dict(drop_mtp_weights(actor.state_dict())), strict=True)
+    args, packed, labels = batch()
+    before, config = state(actor), actor.config
+    with counted_forwards(actor) as calls, torch.no_grad():
+        loss = actor(*args, **packed, **labels)
+        assert len(calls) == depth
+        with skip_mtp([Wrapper(actor)]):
+            assert torch.equal(actor(*args, **packed), reference(*args, **packed))
+            assert torch.equal(actor(*args, **packed, **labels), loss)
+        assert len(calls) == depth
+        actor(*args, **packed, **labels)
+        assert len(calls) == 2 * depth
+    assert state(actor) == before and actor.config is config
 
 
 def test_a_tied_head_on_a_last_pipeline_stage_keeps_its_weight(tiny):
@@ -502,12 +554,3 @@ def test_a_tied_head_on_a_last_pipeline_stage_keeps_its_weight(tiny):
     outside = stage.shared_embedding_or_output_weight()
     with skip_mtp(stage):
         assert stage.shared_embedding_or_output_weight() is outside
-
-
-@pytest.mark.parametrize("model", [None, [], torch.nn.Linear(2, 2), torch.nn.Linear, "actor"])
-def test_what_is_no_gpt_model_is_a_type_error(model):
-    with pytest.raises(
-        TypeError, match="model is a .* wanted a Megatron GPTModel: pass one chunk, not a list"
-    ):
-        with skip_mtp(model):
-            pass

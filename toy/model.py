@@ -187,8 +187,6 @@ def num_parameters(module):
 
 def forward(model, batch, labels=None, loss_mask=None):
     """Logits `[T, V]` of a batch, whole on every tensor-parallel rank."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     logits = model(
         batch["input_ids"],
         batch["position_ids"],
@@ -197,7 +195,13 @@ def forward(model, batch, labels=None, loss_mask=None):
         loss_mask=loss_mask,
         packed_seq_params=batch["packed"],
     )
-    return gather_from_tensor_model_parallel_region(logits).flatten(0, 1)
+    return gather_vocabulary(logits).flatten(0, 1)
+
+
+def gather_vocabulary(logits):
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits)
 
 
 def copies(module):
