@@ -1,7 +1,7 @@
-"""PROTOTYPE, to be pasted into mtp_loss.py in place of _fused: the elementwise step of a chunk, two Triton kernels.
+"""PROTOTYPE, to be pasted into mtp_loss.py: the elementwise step of a chunk as two Triton kernels.
 
-_fused() returns the same pair of functions, with the same arguments, as today's torch.compile'd one; nothing else in
-_score changes. Between the two lies what tensor-parallel ranks exchange (_over_ranks), so that vocabulary shares work.
+_fused() returns (row_statistics, softmax) of _elementwise_steps(True), with the same arguments; nothing else changes.
+Between the two lies what tensor-parallel ranks exchange (_over_ranks), so that vocabulary shares work.
 
 Run   TRITON_INTERPRET=1 python kernel_triton.py     on a CPU: both against float64
       python kernel_triton.py                        on a GPU: the same at MiMo-7B's vocabulary, then block sizes timed
@@ -9,7 +9,9 @@ Run   TRITON_INTERPRET=1 python kernel_triton.py     on a CPU: both against floa
 """
 
 import functools
+import os
 import sys
+import types
 import unittest.mock
 
 import torch
@@ -143,9 +145,14 @@ def compare():
 
     import mtp_loss
 
-    plain = mtp_loss._row_statistics, mtp_loss._softmax
-    pairs = {"triton": _fused(), "in place": _fused(in_place=True), "compile": plain}
-    pairs["compile"] = tuple(map(torch.compile, plain)) if torch.cuda.is_available() else plain
+    plain = vars(mtp_loss._elementwise_steps(False))
+    cuda = torch.cuda.is_available()
+    step = torch.compile if cuda else lambda function: function
+    compiled = {name: step(function) for name, function in plain.items()}
+    pairs = {"compile": compiled}
+    if cuda or os.environ.get("TRITON_INTERPRET"):
+        for label, pair in {"triton": _fused(), "in place": _fused(in_place=True)}.items():
+            pairs[label] = compiled | dict(zip(("row_statistics", "softmax"), pair, strict=True))
     stock = bench_mtp_loss.contestants
 
     def contestants(*args):
@@ -155,11 +162,13 @@ def compare():
                 runs[name, share] = run
                 continue
             for label, pair in pairs.items():
-                if label == "compile" and not name.endswith(" 1024"):
+                if label == "compile" and name.endswith(" 2048"):  # its peak is over today's
                     continue
+                steps = types.SimpleNamespace(**pair)
 
-                def patched(run=run, pair=pair):
-                    with unittest.mock.patch.object(mtp_loss, "_fused", lambda: pair):
+                def patched(run=run, steps=steps):
+                    how = "_elementwise_steps", lambda is_cuda: steps
+                    with unittest.mock.patch.object(mtp_loss, *how):
                         run()
 
                 runs[f"{name} {label}", share] = patched
