@@ -9,6 +9,9 @@ UV_VERSION = 0.13.9
 RELEASES = 0.16.1 0.17.1 0.18.2 0.19.2
 RELEASE_TESTS = $(wildcard tests/test_mtp_loss.py tests/test_mtp_mask.py tests/test_mtp_recompute.py \
 	tests/test_ref_disable.py tests/test_drafter_sync.py)
+VERL = 0.9.1
+VERL_PINS = verl==$(VERL) ray==2.60.0 tensordict==0.10.0 omegaconf==2.4.0 msgpack==1.2.4 \
+	orjson==3.13.0 codetiming==1.4.0 pyvers==0.2.3
 JOBS = 2
 ARGS =
 
@@ -23,7 +26,7 @@ unexport VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV UV_PYTHON UV_SYSTEM_PYTHON UV_TARGET UV_PREFIX
 STOP = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help train test test-releases check figures lock clean force $(RELEASES:%=release-%)
+.PHONY: help train test test-releases test-verl check figures lock clean force $(RELEASES:%=release-%)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -33,10 +36,14 @@ train: $(VENV_READY) ## install what is missing, then run train_mimo.py (ARGS="-
 	$(PYTHON) train_mimo.py $(ARGS)
 
 test: $(VENV_READY) ## every test but the slow ones
-	$(PYTHON) -m pytest -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest -m "not slow and not verl" $(ARGS)
 
 test-releases: $(VENV_READY) ## the Megatron tests on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2, JOBS=2 at a time
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(JOBS) $(RELEASES:%=release-%)
+
+test-verl: .verl/$(VERL)/ready ## the fixes inside verl 0.9.1's own code
+	PYTHONPATH=$(CURDIR)/$(<D) $(PYTHON) -m pytest -p no:cacheprovider -m verl \
+		tests/test_verl.py $(ARGS)
 
 check: $(VENV_READY) ## ruff: lint and format
 	$(PYTHON) -m ruff check .
@@ -55,7 +62,7 @@ lock: $(UV_READY) ## recompile requirements.txt from its head (ARGS="--upgrade" 
 	@cmp -s .uv/lock requirements.txt && echo "requirements.txt is as it was" || cp .uv/lock requirements.txt
 
 clean: ## remove what make installed, and caches (runs/ stays)
-	rm -rf .venv .uv .releases .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .uv .releases .verl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The first Python on PATH that can make a virtual environment, or else has pip, installs uv. A pyenv shim without the
@@ -99,4 +106,12 @@ $(RELEASES:%=.releases/%/ready): .releases/%/ready: $(VENV_READY)
 	@rm -rf $(@D)
 	@$(UV) pip install --quiet --python $(PYTHON) --no-deps --target $(@D) megatron-core==$* || \
 		$(call STOP,megatron-core $* could not be installed; uv says above why)
+	@touch $@
+
+# What verl's modules import on their way (Ray is most of the 220 MB); all else is .venv's.
+.verl/$(VERL)/ready: $(VENV_READY)
+	@echo "Installing verl $(VERL) into $(@D)/"
+	@rm -rf $(@D)
+	@$(UV) pip install --quiet --python $(PYTHON) --no-deps --target $(@D) $(VERL_PINS) || \
+		$(call STOP,verl $(VERL) could not be installed; uv says above why)
 	@touch $@

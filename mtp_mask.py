@@ -76,7 +76,7 @@ def expand_response_mask(response_mask, sequence_lengths, response_attention_mas
             raise ValueError(f"row {row}: {came}; wanted that: left-align the response")
         if count > length:
             came = f"the response has {count} tokens, its whole sequence {length}"
-            raise ValueError(f"row {row}: {came}; wanted prompt + response: pass their sum")
+            raise ValueError(f"row {row}: {came}; wanted prompt + response in sequence_lengths")
         prompt = flat.new_zeros(length - count)
         whole.append(torch.cat([prompt, flat[start : start + count]]))
     if not whole:  # torch makes no jagged tensor of an empty list
@@ -136,7 +136,7 @@ def depth_mask(token_mask, depth, cu_seqlens=None, *, cu_seqlens_padded=None, ru
     """
     if rule not in ("target", "drafted"):
         raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted': pass one of the two")
-    wrong = (token_mask != 0) & (token_mask != 1)
+    wrong = (token_mask != 0) & (token_mask != 1)  # NaN is neither
     if token_mask.dtype != torch.bool and wrong.any():
         row, slot = wrong.reshape(-1, token_mask.shape[-1]).nonzero()[0].tolist()
         came = f"token_mask holds {token_mask[wrong][0].item()} at slot {slot}"
@@ -184,7 +184,10 @@ def _find_targets(tensor, depth, cu_seqlens, cu_seqlens_padded):
 
 
 def _document_ends(cu_seqlens, cu_seqlens_padded, num_slots):
-    """For each slot, where its document's real tokens end; padded slots lie at or behind that."""
+    """For each slot, where its document's real tokens end; padded slots lie at or behind that.
+
+    Of document i, real[i+1] - real[i] is the number of tokens, room[i] where it starts.
+    """
     if cu_seqlens_padded is None:
         real = room = _read_offsets("cu_seqlens", cu_seqlens, num_slots)
     else:
@@ -246,43 +249,36 @@ def _read_offsets(name, cu_seqlens, num_slots=None):
             came = f"{name} falls from {start} to {end}"
             raise ValueError(f"row {row}: {came}; wanted offsets: sum the lengths up")
     if num_slots is not None and offsets[-1] != num_slots:
-        came = f"{name} ends at {offsets[-1]}, the buffer at {num_slots}"
-        raise ValueError(f"row {len(offsets) - 2}: {came}; wanted the same: count padding in")
+        last, came = max(len(offsets) - 2, 0), f"{name} ends at {offsets[-1]}"
+        raise ValueError(f"row {last}: {came}, the buffer at {num_slots}; wanted the same end")
     return offsets
 
 
 def main():
     """Print the picture at the head of this file from a computation."""
 
-    def before_laid_at_the_start(response_mask, length):  # verl before #6432
-        return torch.cat([response_mask, torch.ones(length - len(response_mask)).bool()])
-
-    def before_rolled_by_unpadded(ids, cu_seqlens):  # Megatron-LM#6205
-        rolled = ids.clone()
-        for start, end in pairwise(cu_seqlens):
-            rolled[start : end - 1] = ids[start + 1 : end]
-            rolled[end - 1] = 0
-        return rolled
-
     def show(name, cells, remark=""):
         marks = "".join(f"{'#' if cell is True else cell or '.':>3}" for cell in cells)
         print(f"{name:<9}{marks}     {remark}".rstrip())
 
-    def depth_1(token_mask, rule="target"):
-        padded = torch.cat([token_mask, torch.tensor([False])])  # slot 7 is padding
-        return depth_mask(padded, 1, rule=rule).tolist()
-
     response = torch.ones(4, dtype=torch.bool)
-    before = before_laid_at_the_start(response, 7)
+    before = torch.cat([response, torch.ones(3, dtype=torch.bool)])  # verl before #6432
     mask = expand_response_mask(response[None], [7], response[None]).values()
+    rows = [
+        ("before", before, "target", "left-aligned, padded with ones: learns prompt token 2"),
+        ("target", mask, "target", "learns tokens 3 to 6"),
+        ("drafted", mask, "drafted", "learns tokens 4 to 6"),
+    ]
     show("t", "01234567")
     show("token", "PPPRRRR.", "P prompt, R response, . padding; which slots train depth 1?")
-    show("before", depth_1(before), "left-aligned, padded with ones: learns prompt token 2")
-    show("target", depth_1(mask), "learns tokens 3 to 6")
-    show("drafted", depth_1(mask, "drafted"), "learns tokens 4 to 6")
+    for name, token_mask, rule, remark in rows:
+        padded = torch.cat([token_mask, torch.tensor([False])])
+        show(name, depth_mask(padded, 1, rule=rule).tolist(), remark)
 
     ids, real, padded = torch.tensor([1, 2, 3, 0, 11, 12, 0, 0]), [0, 3, 5], [0, 4, 8]
-    before = before_rolled_by_unpadded(ids, real)
+    before = ids.clone()
+    for start, end in pairwise(real):  # Megatron-LM#6205
+        before[start:end] = torch.cat([ids[start + 1 : end], ids.new_zeros(1)])
     after = depth_targets(ids, 0, real, cu_seqlens_padded=padded)
     print()
     show("token", ids.tolist(), "two documents in one padded buffer; what does depth 0 learn?")

@@ -107,9 +107,9 @@ def patch_mtp_recompute():
     loss and gradients are bitwise those without recompute at depth 1, and within 1e-6 from depth
     2 on (the checkpoint reorders a sum of gradients, in 0.19 too).
 
-    Megatron's own method still decides what happens: recompute_method "uniform" wants
-    recompute_num_layers 1, "block" warns and runs without recompute, config.fp8 goes to
-    Transformer Engine's checkpoint.
+    Megatron's own method still decides what happens where config.recompute_granularity is "full":
+    recompute_method "uniform" wants recompute_num_layers 1, "block" warns and runs without
+    recompute, and config.fp8 goes to Transformer Engine's checkpoint.
 
     The class is as it was found afterwards, also after an error; an inner use yields the same and
     does nothing. What somebody else put in the method's place stays in the chain; on 0.16 and

@@ -31,7 +31,7 @@ Source  vllm@0.32.0 v1/spec_decode/llm_base_proposer.py, propose (what the engin
         megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2. FastMTP (arXiv 2509.18362), SkyRL (k = 3).
 Shapes  s slots, b rows, h hidden size (packed input: T slots, one row); N heads of D numbers; Q rows of
         queries, S keys of one document.
-Limits  Not run: Transformer Engine's attention (its inputs are the same) and FP8.
+Limits  Run on CPU alone. Not run: a GPU, Transformer Engine's attention (its inputs are the same), FP8.
 Use     with draft_recursion(model, num_drafts=3):
             states = model.mtp(...)  # [(1 + 3) s, b, h]: trunk, depth 1, depth 2, depth 3
         patch_mtp_loss(model, num_drafts=3) and draft_tokens(..., num_drafts=3) do that for you.
@@ -48,8 +48,8 @@ import itertools
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Rows of queries whose scores exist at a time. 256 rows, 8192 keys and 32 heads take about 1 GiB in
-# bf16: the scores, the same with the chain's columns, and the weights in fp32 and bf16.
+# Rows of queries whose scores exist at a time. 256 rows, 8192 keys and 32 heads take about 0.8 GiB
+# in bf16: scores, masked scores, the same with the chain's columns, weights in fp32 and in bf16.
 CHUNK_ROWS = 256
 
 

@@ -1,10 +1,11 @@
 """Fix 4 of 6: the reference model is built without MTP, and the actor's log-prob pass runs none.
 
-Bug     Reference and old-log-prob passes want the trunk's log-probs. Built from the checkpoint's
-        config, the reference gets MTP layers too: they are loaded, run in every pass, and their
-        output is thrown away. Switching them off on the config object that both models share
-        takes them from the actor as well, if it is built later. And megatron-core 0.16 crashes
-        where labels are absent, as in such a pass, unless mtp_num_layers is None: 0 is "on".
+Bug     RL compares the actor, the model in training, with a frozen reference and with its own
+        state before the update. Both passes want the main head's log-probs alone. But built from
+        the checkpoint's config, the reference gets MTP layers too: they are loaded, run in every
+        pass, and their output is thrown away. Switching them off on the config object that both
+        models share takes them from the actor as well, if it is built later. And megatron-core
+        0.16 crashes where labels are absent, as in such a pass, unless mtp_num_layers is None.
 Rule    The reference is built from copies that say no MTP, and filled from the checkpoint without
         its MTP tensors. The actor keeps its MTP layers, and skips them for the length of a pass.
 
@@ -118,26 +119,28 @@ def skip_mtp(model):
     model  a Megatron GPTModel or HybridModel, or the list of chunks that a pipeline has, wrapped
            in any number of .module and .language_model. Without MTP on this rank nothing changes.
 
-    Inside, logits are bitwise the same and no MTP layer runs, with labels or without. It composes
-    with patch_mtp_loss and match_vllm_mimo in any order, nested use is fine, and the model is as
-    it was found afterwards, also after an error. TypeError or ValueError as the model is no chunk
-    of these classes, or the list has two heads.
+    Inside, logits are bitwise the same and no MTP layer runs, with labels or without; gradient
+    flows as ever. In any order with patch_mtp_loss (fix 1) and match_vllm_mimo (fix 5); nested
+    use is fine. The model is as it was found afterwards, also after an error. TypeError: a model
+    of neither class. ValueError: a list of chunks of which two have a head.
     """
     chunk = _chunk_with_head(model)
     if chunk is None or chunk.config.mtp_num_layers is None:
         yield
         return
+    # The model calls its MTP block for the states of trunk and depths, and takes their loss if its
+    # config has MTP. Both go; mtp_process stays: from 0.17 it also says which weight a tied head
+    # has on a last pipeline stage.
     config, mtp = chunk.config, getattr(chunk, "mtp", None)
-    found = {} if mtp is None else vars(mtp).copy()
+    outer_forward = None if mtp is None else vars(mtp).get("forward")  # another context's
 
     def forward(*, hidden_states, **unused):
-        return hidden_states  # the trunk's alone, where Megatron's appends one state a depth
+        return hidden_states  # the trunk's alone
 
-    # mtp_process stays on: from 0.17 it also says which weight a tied head has on a last pipeline
-    # stage. Layers keep the config object that all share: MoE routers size their loss tracker by
-    # its mtp_num_layers.
+    # A copy for the model itself; all layers keep the one that they share, since MoE routers size
+    # their loss tracker by its mtp_num_layers.
     chunk.config = copy.copy(config)
-    chunk.config.mtp_num_layers = None  # no MTP loss: there is no state of a depth to take it from
+    chunk.config.mtp_num_layers = None
     if mtp is not None:
         mtp.forward = forward
     try:
@@ -146,11 +149,11 @@ def skip_mtp(model):
         chunk.config = config
         if mtp is not None:
             del mtp.forward
-            if "forward" in found:  # another context's, entered before this one
-                mtp.forward = found["forward"]
+            if outer_forward is not None:
+                mtp.forward = outer_forward
 
 
-# The same lines as in mtp_loss.py and drafter_sync.py.
+# The same lines as in mtp_loss.py and drafter_sync.py; tests/test_house.py compares them.
 def _chunk_with_head(model):
     """The one chunk that makes the logits, unwrapped; None where this pipeline stage has no head.
 

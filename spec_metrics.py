@@ -22,24 +22,24 @@ Names   What others call these numbers, read in their source at the releases bel
                                  "accept rate", SkyRL vllm/draft_acceptance_rate
             accept_length_micro  vLLM log "Mean acceptance length", SGLang log "accept len",
                                  SkyRL vllm/draft_mean_acceptance_length
-            accept_rate_macro    verl rollout/spec_accept_rate, accept_length_macro
+            accept_rate_macro    verl rollout/spec_accept_rate, and accept_length_macro
                                  rollout/spec_accept_length; a request without drafts adds 0
             accept_rate_pos_j    vLLM log "Per-position acceptance rate", SkyRL
                                  vllm/draft_acceptance_rate_pos_j; both divide by all verify steps
             none of ours         SGLang spec_accept_length: completion tokens / verify steps
-        Conditional: verl's only if every request has counts (from vLLM: a fork's), SkyRL's on
+        Conditional: verl's v1 trainer wants counts of every request (from vLLM: a fork's), SkyRL
         enable_ray_prometheus_stats. The logs cover all requests of an interval. SGLang's drafted is
         steps x (speculative_num_draft_tokens - 1). slime: not on PyPI, not read.
 Source  vllm 0.32.0 v1/metrics/stats.py, v1/spec_decode/metrics.py, v1/core/sched/scheduler.py; verl
         0.9.1 ray_trainer.py, v1/trainer_base.py, async_sglang_server.py (verl#7543); sglang 0.5.10
-        to 0.5.12 tokenizer_manager.py (sglang#23530), scheduler_metrics_mixin.py; skyrl 0.4.0
-        vllm_metrics_scraper.py
+        to 0.5.12 tokenizer_manager.py (sglang#23530), scheduler_metrics_mixin.py (0.5.12); skyrl
+        0.4.0 train/utils/vllm_metrics_scraper.py
 Shapes  T tokens of a request, k drafts a step, V vocabulary
-Run     python spec_metrics.py      python -m pytest tests/test_spec_metrics.py
+Run     python -m pytest tests/test_spec_metrics.py
 """
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from statistics import fmean
 
 # vLLM's counters in the order of SpecCounts' fields, and its vector of accepted tokens a position.
@@ -58,7 +58,7 @@ SGLANG_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  
 # What vLLM 0.32 does that no drafts of the trainer's show: scheduler.py pad_spec_decode,
 # gpu_model_runner.py _input_fits_in_drafter, and no slot behind max_model_len.
 VLLM_HABITS = (
-    "a step counted before any draft was made (vLLM's padded prefill)",
+    "a draft counted that was never made (vLLM's padded prefill)",
     "token 0 drafted (vLLM near max_model_len)",
     "no draft for the last token (vLLM at max_model_len)",
 )
@@ -69,8 +69,8 @@ class SpecCounts:
     """What one request drafted, accepted and verified; ints. Position j is entry j-1 of a tuple.
 
     accepted_per_position  verify steps that accepted j drafts or more; None: not known
-    drafted_per_position   verify steps that drafted j tokens or more; None: not known, and every
-                           step is taken to have drafted as many (rates may be too low)
+    drafted_per_position   verify steps that drafted j or more; None: not known, and each is taken
+                           to have drafted as many (rates may be too low)
     reached_per_position   those of them that accepted the j-1 before; None: not known, and taken
                            as many as the two above allow (exact if all steps drafted as many)
     emitted_tokens         tokens beyond prefill's own: accepted_tokens + verify_steps, less what a
@@ -92,21 +92,20 @@ def counts_from_vllm(request_outputs):
 
     None where the engine gave none: a request aborted or ended by a stop string, or None itself.
     vLLM 0.32: `per_request_spec_decode_metrics="detailed"` gives all fields, "summary" no
-    drafted_per_position unless each step drafted k. The fork that verl 0.9.1 reads
-    (`request_spec_decode_stats`, not run): totals, one a request, so None if n > 1.
-    A padded step is left out, see `steps_from_vllm`. Drafts of token 0, which vLLM counts near
+    drafted_per_position unless each step drafted k. verl's fork: totals, None if n > 1 (not run).
+    Padded steps are left out (`steps_from_vllm`). Drafts of token 0, which vLLM counts near
     max_model_len, look like others here: ask `explain_disagreement`.
     """
     records = []
-    for request, completion in _completions(request_outputs):
-        record, counts = _read_vllm(request, completion), None
+    for request, completion, record in _read_vllm(request_outputs):
         fork = getattr(getattr(request, "metrics", None), "request_spec_decode_stats", None)
+        counts = None
         if record is not None:
             counts = _counts_of_steps(*record)
         elif fork is not None and len(request.outputs) == 1:
-            names = ("num_draft_tokens", "num_accepted_tokens", "num_verify_steps")
-            counts = SpecCounts(*(getattr(fork, name) for name in names))
-        num_tokens = len(getattr(completion, "token_ids", ()))
+            accepted, steps = fork.num_accepted_tokens, fork.num_verify_steps
+            counts = SpecCounts(fork.num_draft_tokens, accepted, steps)
+        num_tokens = len(getattr(completion, "token_ids", None) or ())
         records.append(counts and _finished(counts, f"completion {len(records)}", num_tokens))
     return records
 
@@ -115,38 +114,35 @@ def steps_from_vllm(request_outputs):
     """(accepted, drafted) a completion: lists of one number a step, for the replay; or None.
 
     From "detailed" records. Steps scheduled without a draft are not in them; one whose drafts a
-    grammar refused is, with 0 drafted.
-    vLLM 0.32 pads a request with one token left to prefill (a prefix-cache hit; a one-token prompt
-    that joins others) to a verify step and counts k drafts that nobody made. Left out if
-    prompt - num_cached_tokens is 1, the first step accepted nothing, and the tokens allow it. (They
-    do, too, if that step was real and a stop cut a token off: a one-token prompt, idle engine.)
+    grammar refused is, with 0 drafted. vLLM 0.32 pads a request with one token left to prefill (a
+    prefix-cache hit; a one-token prompt that joins others) to a verify step and counts k drafts
+    that nobody made. Left out if prompt - num_cached_tokens is 1, the first step accepted nothing,
+    and the tokens allow it (a real first step and a stop that cut a token off allow it, too).
     """
-    records = [_read_vllm(*pair) for pair in _completions(request_outputs)]
+    records = [record for _, _, record in _read_vllm(request_outputs)]
     return [r[:2] if r is not None and len(r[0]) == sum(r[2]) else None for r in records]
 
 
-def _completions(request_outputs):
-    for request in request_outputs:
-        for completion in getattr(request, "outputs", None) or [None]:
-            yield request, completion
-
-
-def _read_vllm(request, completion):
+def _read_vllm(request_outputs):
     """Accepted and drafted a step (empty in a "summary"), steps by number accepted, all drafted."""
-    record = getattr(completion, "spec_decode_metrics", None)
-    if record is None:
-        return None
-    accepted = list(getattr(record, "per_step_accepted", ()))
-    drafted = list(getattr(record, "per_step_drafted", ()))
-    histogram, num_drafted = list(record.histogram), record.num_draft_tokens
-    cached = getattr(request, "num_cached_tokens", None)
-    if cached is not None and len(request.prompt_token_ids) - cached == 1 and histogram[0]:
-        emitted = sum(steps * (1 + number) for number, steps in enumerate(histogram))
-        # Were the first step real, prefill's token would have come before it.
-        if not any(accepted[:1]) and len(completion.token_ids) <= emitted:
-            accepted, drafted = accepted[1:], drafted[1:]
-            histogram[0], num_drafted = histogram[0] - 1, num_drafted - (len(histogram) - 1)
-    return accepted, drafted, histogram, num_drafted
+    pairs = [(r, c) for r in request_outputs for c in getattr(r, "outputs", None) or [None]]
+    for request, completion in pairs:
+        record = getattr(completion, "spec_decode_metrics", None)
+        if record is None:
+            yield request, completion, None
+            continue
+        accepted = list(getattr(record, "per_step_accepted", ()))
+        drafted = list(getattr(record, "per_step_drafted", ()))
+        histogram, num_drafted = list(record.histogram), record.num_draft_tokens
+        cached = getattr(request, "num_cached_tokens", None)
+        if cached is not None and len(request.prompt_token_ids or ()) - cached == 1:
+            emitted = sum(steps * (1 + number) for number, steps in enumerate(histogram))
+            num_tokens = len(getattr(completion, "token_ids", None) or ())
+            # Were the first step real, prefill's token would have come before it.
+            if histogram[0] and not any(accepted[:1]) and num_tokens <= emitted:
+                accepted, drafted = accepted[1:], drafted[1:]
+                histogram[0], num_drafted = histogram[0] - 1, num_drafted - len(histogram) + 1
+        yield request, completion, (accepted, drafted, histogram, num_drafted)
 
 
 def _counts_of_steps(accepted, drafted, histogram, num_drafted):
@@ -154,14 +150,10 @@ def _counts_of_steps(accepted, drafted, histogram, num_drafted):
     counts = SpecCounts(num_drafted, sum(positions), steps - drafted.count(0), positions)
     if not drafted:
         return counts
-    rows = [(j, list(zip(accepted, drafted, strict=True))) for j in range(1, len(histogram))]
-    return replace(
-        counts,
-        drafted_per_position=tuple(sum(d >= j for _, d in steps) for j, steps in rows),
-        reached_per_position=tuple(
-            sum(d >= j and a >= j - 1 for a, d in steps) for j, steps in rows
-        ),
-    )
+    depths, pairs = range(1, len(histogram)), list(zip(accepted, drafted, strict=True))
+    reached = tuple(sum(d >= j and a >= j - 1 for a, d in pairs) for j in depths)
+    drafted = tuple(sum(d >= j for d in drafted) for j in depths)
+    return replace(counts, drafted_per_position=drafted, reached_per_position=reached)
 
 
 def _from_histogram(histogram):
@@ -211,9 +203,8 @@ def counts_from_sglang(meta_infos):
     records = []
     for i, meta in enumerate(meta_infos):
         meta = {key: value for key, value in (meta or {}).items() if value is not None}
-        names = [name for pair in (("spec_verify_ct",), *SGLANG_NAMES) for name in pair]
-        seen = [name for name in names if name in meta]
         pair = next((pair for pair in SGLANG_NAMES if pair[0] in meta and pair[1] in meta), None)
+        seen = sorted({"spec_verify_ct", *sum(SGLANG_NAMES, ())} & meta.keys())
         if seen and (pair is None or "spec_verify_ct" not in meta):
             wanted = f"spec_verify_ct and a pair of {SGLANG_NAMES}; new names? add them there"
             raise ValueError(f"meta_infos[{i}]: got only {seen} of {sorted(meta)}, wanted {wanted}")
@@ -222,17 +213,18 @@ def counts_from_sglang(meta_infos):
 
 
 def _sglang_counts(meta, pair, where):
-    counts = SpecCounts(meta[pair[0]], meta[pair[1]], meta["spec_verify_ct"])
+    drafted, accepted, steps = meta[pair[0]], meta[pair[1]], meta["spec_verify_ct"]
+    positions = None
     histogram = next((meta[key] for key in SGLANG_HISTOGRAMS if key in meta), None)
     if histogram is not None:
-        steps, positions = _from_histogram(histogram)
-        if steps != counts.verify_steps:
-            came = f"{where}: got a histogram of {steps} steps"
-            raise ValueError(f"{came}, wanted spec_verify_ct = {counts.verify_steps}")
-        # It ends at the most that a step accepted; SGLang has each step draft as many.
-        positions += (0,) * (counts.draft_tokens // max(steps, 1) - len(positions))
-        counts = replace(counts, accepted_per_position=positions)
-    return _finished(counts, where, meta.get("completion_tokens", 0))
+        histogram_steps, positions = _from_histogram(histogram)
+        if histogram_steps != steps:
+            came = f"{where}: got a histogram of {histogram_steps} steps"
+            raise ValueError(f"{came}, wanted spec_verify_ct = {steps}; pass both of one request")
+        # It ends at the most that a step accepted; in SGLang all steps draft as many.
+        positions += (0,) * (drafted // max(steps, 1) - len(positions))
+    num_tokens = meta.get("completion_tokens", 0)
+    return _finished(SpecCounts(drafted, accepted, steps, positions), where, num_tokens)
 
 
 def add_counts(segments):
@@ -241,10 +233,7 @@ def add_counts(segments):
     None segments are left out: rate and length then describe the segments known. All None, or no
     segment: None. Of a segment without drafts only the emitted tokens count.
     """
-    return _total(_checked(segments, "segments"))
-
-
-def _total(known):
+    known = _known(segments, "segments")
     if not known:
         return None
     names = ("draft_tokens", "accepted_tokens", "verify_steps")
@@ -275,18 +264,13 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
     mean of 1 + accepted / verify steps. A denominator of 0 makes its term 0.0, as upstream.
     non_padding_mask: False for the placeholders of a padded batch. Three Nones or no request: {}.
     """
-    columns = [drafts, accepts, verifies]
-    if all(column is None for column in columns):
+    num_absent = sum(column is None for column in (drafts, accepts, verifies))
+    if num_absent == 3:
         return {}
-    if any(column is None for column in columns):
-        raise ValueError("got one or two Nones for drafts, accepts, verifies, wanted all or none")
-    columns = [_list(column) for column in columns]
+    if num_absent:
+        raise ValueError(f"got {num_absent} of three lists as None, wanted none of them or all")
+    columns = [_list(column) for column in (drafts, accepts, verifies)]
     mask = [True] * len(columns[0]) if non_padding_mask is None else _list(non_padding_mask)
-    lengths = [len(column) for column in (*columns, mask)]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"got lengths {lengths}, wanted one entry a request; take all of one batch"
-        )
     requests = [row for *row, keep in zip(*columns, mask, strict=True) if keep]
     if any(not 0 <= accepted <= drafted or steps < 0 for drafted, accepted, steps in requests):
         raise ValueError("wanted 0 <= accepted <= drafted; count drafts only, no bonus tokens")
@@ -294,10 +278,8 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
         return {}
     rates = [accepted / drafted if drafted else 0.0 for drafted, accepted, _ in requests]
     lengths = [1.0 + accepted / steps if steps else 0.0 for _, accepted, steps in requests]
-    return {
-        "rollout/spec_accept_rate": fmean(rates),
-        "rollout/spec_accept_length": fmean(lengths),
-    }
+    names = ("rollout/spec_accept_rate", "rollout/spec_accept_length")
+    return dict(zip(names, (fmean(rates), fmean(lengths)), strict=True))
 
 
 def summarize(counts):
@@ -313,7 +295,7 @@ def summarize(counts):
         stop cut accepted tokens off, above it if some steps had no draft.
     """
     counts = list(counts)
-    known = _checked(counts, "counts")
+    known = _known(counts, "counts")
     drafting = [c for c in known if c.draft_tokens]
     summary = {
         "spec/requests": float(len(counts)),
@@ -322,7 +304,7 @@ def summarize(counts):
     }
     if not drafting:
         return summary
-    total = _total(drafting)
+    total = add_counts(drafting)
     rates = [c.accepted_tokens / c.draft_tokens for c in drafting]
     lengths = [1 + c.accepted_tokens / c.verify_steps for c in drafting]
     summary["spec/accept_rate_micro"] = total.accepted_tokens / total.draft_tokens
@@ -330,7 +312,7 @@ def summarize(counts):
     summary["spec/accept_length_micro"] = 1 + total.accepted_tokens / total.verify_steps
     summary["spec/accept_length_macro"] = fmean(lengths)
     summary |= _position_rates("spec/accept_rate_pos", drafting, 1)
-    emitted = _total([c for c in drafting if c.emitted_tokens is not None])
+    emitted = add_counts(c for c in drafting if c.emitted_tokens is not None)
     if emitted:
         summary["spec/emitted_length"] = emitted.emitted_tokens / emitted.verify_steps
     return summary
@@ -342,7 +324,7 @@ def conditional_rates(counts):
     Those drafted j or more and accepted the j-1 before: how good draft j is once those before it
     were right. If every step drafted k, the running product is `summarize`'s accept_rate_pos_j.
     """
-    return _position_rates("spec/accept_rate_cond_pos", _checked(counts, "counts"), 2)
+    return _position_rates("spec/accept_rate_cond_pos", _known(counts, "counts"), 2)
 
 
 def _position_rates(name, counts, denominator):
@@ -433,17 +415,17 @@ def explain_disagreement(
     Returns a dict json can dump: agrees; first_step (from 0) that differs; token_index and token of
     the first draft decided otherwise; trainer_draft; engine_draft, "== 7" if the engine accepted,
     "!= 7" if it rejected (all that a decision tells); None each where no step differs; causes, the
-    faults whose drafts replay to exactly the engine's decisions or, if none do, such habits of
-    vLLM; and message, all of it in one line.
+    faults whose drafts replay to exactly the engine's decisions or, if none do, such VLLM_HABITS;
+    and message, all of it in one line.
     """
 
-    tokens, drafts, decisions = _list(token_ids), _rows(draft_token_ids), list(decisions)
+    tokens, drafts = _list(token_ids), _rows(draft_token_ids)
     steps = list(_walk(tokens, prompt_length, drafts, decisions, drafted))
     report = dict.fromkeys(("first_step", "token_index", "token", "trainer_draft", "engine_draft"))
-    first = next((n for n, (_, ours, engine) in enumerate(steps) if ours != engine), None)
-    if first is None:
+    if _agree(steps):
         message = f"the replay takes all {len(steps)} decisions"
         return {"agrees": True, **report, "causes": [], "message": message}
+    first = next(n for n, step in enumerate(steps) if not _agree([step]))
     index, ours, engine = steps[first]
     if ours is None or engine is None:
         num_steps = len(replay_acceptance(tokens, prompt_length, drafts))
@@ -453,11 +435,13 @@ def explain_disagreement(
         token, draft = tokens[index + j], drafts[j][index - 2]
         implied = f"{'==' if engine > ours else '!='} {token}"
         report = dict(zip(report, (first, index + j, token, draft, implied), strict=True))
-        message = f"step {first}, index {index + j}: the engine's draft was {implied}"
-        message += f", the trainer's is {draft}"
-    suspects = drafts_by_cause or {}
-    replays = {c: _walk(tokens, prompt_length, suspects[c], decisions, drafted) for c in suspects}
-    causes = [str(cause) for cause, replay in replays.items() if _agree(replay)]
+        where = f"step {first}, index {index + j}"
+        message = f"{where}: the engine's draft was {implied}, the trainer's is {draft}"
+    causes = [
+        str(cause)
+        for cause, ids in (drafts_by_cause or {}).items()
+        if _agree(_walk(tokens, prompt_length, ids, decisions, drafted))
+    ]
     if not causes:
         zeros = [row[: index - 2] + [0] * (len(row) - index + 2) for row in drafts]
         zeroed = _walk(tokens, prompt_length, zeros, decisions, drafted)
@@ -468,7 +452,7 @@ def explain_disagreement(
             engine is None and _agree(steps[:-1]),
         )
         causes = [habit for habit, found in zip(VLLM_HABITS, explains, strict=True) if found]
-    message += f"; explained by {causes or f'none of {list(suspects)}'}"
+    message += f"; explained by {causes or f'none of {list(drafts_by_cause or {})}'}"
     return {"agrees": False, **report, "causes": causes, "message": message}
 
 
@@ -545,33 +529,34 @@ def _add(rows):
     return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
-def _checked(counts, what):
-    """Those that are not None, if the identities hold; without drafts there is no verify step."""
-    known = []
-    for i, c in enumerate(counts):
-        if c is None:
-            continue
-        drafted, accepted, steps = c.draft_tokens, c.accepted_tokens, c.verify_steps
-        got = f"{what}[{i}]: got {accepted} accepted of {drafted} drafted in {steps} verify steps"
-        if not 0 <= accepted <= drafted:
-            raise ValueError(f"{got}, wanted accepted <= drafted; count drafts, no bonus tokens")
-        if not min(drafted, 1) <= steps <= (drafted or steps):
-            raise ValueError(f"{got}, wanted the steps that had a draft")
-        rows = (accepted, c.accepted_per_position), (drafted, c.drafted_per_position)
-        for total, row in (pair for pair in rows if pair[1] is not None):
-            falling = all(a >= b for a, b in pairwise((steps, *row, 0)))
-            if sum(row) != total or not falling:
-                raise ValueError(f"{got}, {row} a position; wanted a sum of {total}, not rising")
-        known.append(c if drafted else replace(c, verify_steps=0))
-    return known
+def _known(counts, what):
+    return [_checked(c, f"{what}[{i}]") for i, c in enumerate(counts) if c is not None]
+
+
+def _checked(counts, where):
+    """The record, if the identities hold; without drafts there is no verify step."""
+    c = counts if counts.draft_tokens else replace(counts, verify_steps=0)
+    totals = (c.accepted_tokens, c.draft_tokens)
+    rows = (c.accepted_per_position, c.drafted_per_position)
+    pairs = [(n, list(row)) for n, row in zip(totals, rows, strict=True) if row is not None]
+    if not 0 <= c.accepted_tokens <= c.draft_tokens:
+        wanted = "accepted <= drafted; count drafts only, no bonus tokens"
+    elif not min(c.draft_tokens, 1) <= c.verify_steps <= c.draft_tokens:
+        wanted = "the steps that had a draft"
+    elif any(c.draft_tokens > c.verify_steps * len(row) for _, row in pairs):
+        wanted = "a position for each draft of a step"
+    elif any(sum(row) != n or row != sorted(row, reverse=True) for n, row in pairs):
+        wanted = "positions that do not rise and sum up to the total; no histogram"
+    elif any(not 0 <= n <= c.verify_steps for _, row in pairs for n in row):
+        wanted = "positions of at most all steps"
+    else:
+        return c
+    raise ValueError(f"{where}: got {c}, wanted {wanted}")
 
 
 def _finished(counts, where, num_tokens=0):
     """A source's record, checked, with what follows from the rest. num_tokens: prefill's too."""
     steps = min(counts.verify_steps, counts.draft_tokens)  # in the others no draft was left
-    positions = counts.accepted_per_position
-    if positions is not None and counts.draft_tokens > len(positions) * steps:
-        came = f"{where}: got {counts.draft_tokens} drafted in {steps} verify steps"
-        raise ValueError(f"{came}, wanted at most {len(positions)} a step; pass both of one run")
     emitted = num_tokens - 1 if num_tokens >= max(steps, 1) else None  # fewer: a DELTA output
-    return _total(_checked([replace(counts, verify_steps=steps, emitted_tokens=emitted)], where))
+    counts = replace(counts, verify_steps=steps, emitted_tokens=emitted)
+    return add_counts([_checked(counts, where)])

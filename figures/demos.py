@@ -1,7 +1,7 @@
 """The tables at the heads of the fixes that need a model, computed with the installed Megatron.
 
-    python figures/demos.py recompute     mtp_recompute.py: what a checkpoint does with a layer's arguments
-    python figures/demos.py reference     ref_disable.py: which models have MTP layers, and which run them
+    python figures/demos.py recompute     mtp_recompute.py: a layer's arguments in a checkpoint
+    python figures/demos.py reference     ref_disable.py: which models have and run MTP layers
 
 The fixes import nothing of the project; what shows them at work on the small MiMo stands here.
 """
@@ -21,7 +21,7 @@ from ref_disable import skip_mtp, without_mtp_config
 
 
 def recompute():
-    """Four calls of a layer through Megatron's checkpoint, as 0.16.1 makes them and as fix 3 does."""
+    """Four calls of a layer through Megatron's checkpoint, as 0.16.1 and as fix 3 make them."""
     from megatron.core import tensor_parallel
 
     packed_seq_params = toy.model.pack([[1, 2, 3], [4, 5]])[2]

@@ -1,7 +1,7 @@
 """Whatever comes in: nothing wrong comes out in silence, and everything is as it was found.
 
-Each attempt draws good arguments, spoils up to two of them as a caller might (another length, shape,
-sign, dtype or order, a part missing or there twice, NaN) and calls. Good arguments are never
+Each attempt draws good arguments, spoils up to two of them as a caller might (another length,
+shape, sign, dtype or order, a part missing or there twice, NaN) and calls. Good arguments are never
 refused. An error is as good as an answer, whatever its type; an answer must be what a slow loop,
 written from the rule, makes of the same arguments. Arguments, model and engine are left alone.
 """
@@ -531,7 +531,9 @@ def try_hf_to_megatron(draw, model):
     )
     if answer is not REFUSED:
         back, came = dict(drafter_sync.megatron_to_hf(answer, MIMO)), dict(given["named_tensors"])
-        assert {n: bits(t) for n, t in back.items()} == {n: bits(t) for n, t in came.items()}
+        assert back.keys() == came.keys()
+        for name, tensor in back.items():  # a row of another dtype widens those it is laid beside
+            assert tensor.shape == came[name].shape and same_numbers(tensor, came[name].tolist())
 
 
 def try_match_vllm_mimo(draw, model):
@@ -734,7 +736,7 @@ ATTEMPTS = {
 def cases():
     for name in ATTEMPTS:
         marks = [pytest.mark.engine] * (name == "sync_weights")
-        yield pytest.param(name, 20 if marks else 100, marks=marks)
+        yield pytest.param(name, 10 if marks else 100, marks=marks)
         yield pytest.param(name, 200 if marks else 1000, marks=[pytest.mark.slow, *marks])
 
 

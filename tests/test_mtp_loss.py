@@ -336,7 +336,7 @@ def test_the_compiled_step_equals_the_plain_one(backend, dtype):
         plain_error = (_softmax(logits, plain[0], plain[2]) - exact).abs().max()
         assert (softmax - exact).abs().max() <= 2 * plain_error
         policy = logits.flip(1)
-        both = policy, *_statistics(policy), logits, *_statistics(logits)
+        both = (policy, *_statistics(policy)), (logits, *_statistics(logits))
         for step, args in ((_overlap, both), (_overlap_gradient, (*both, plain[2] * 0 + 0.3))):
             compiled = torch.compile(step, dynamic=True, backend=backend)(*args)
             torch.testing.assert_close(compiled, step(*args), rtol=1e-5, atol=1e-6)

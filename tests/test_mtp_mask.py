@@ -1,4 +1,4 @@
-"""What mtp_mask.py promises: cases of the field, equality with a loop written from the rule, with Megatron's roll."""
+"""Fix 2: cases of the field, equality with a slow loop and with Megatron's roll."""
 
 import runpy
 from functools import partial
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 repeatable = partial(settings, derandomize=True, deadline=None, database=None)
 depths = st.integers(0, 4)
 rules = st.sampled_from(["target", "drafted"])
-# A document is its token-aligned mask; its tokens are numbered so that no two of a batch are alike, and none is 0.
+# A document is its token-aligned mask; its tokens are numbered so that no two of a batch are
+# alike, and none is 0.
 documents = st.lists(st.lists(st.booleans(), max_size=7), max_size=4)
 
 
@@ -46,7 +47,7 @@ def token_ids_of(masks):
 
 
 def slow_counts(mask, depth, rule):
-    """The rule in words, for one document: the target exists, and it (drafted: everything up to it) is the policy's."""
+    """For one document: the target exists, and it (drafted: all up to it) is the policy's."""
     counts = []
     for t in range(len(mask)):
         target = t + 1 + depth
@@ -69,7 +70,7 @@ def slow_pairs(masks, depth, rule):
 
 
 def laid_out(rows, room, empty):
-    """Documents one after the other, document i in room[i] slots; slots without a token hold `empty`."""
+    """Documents one after the other, document i in room[i] slots; what is left holds `empty`."""
     return [
         x for row, size in zip(rows, room, strict=True) for x in row + [empty] * (size - len(row))
     ]
@@ -100,7 +101,7 @@ def before_mask_rolled_once_labels_twice(token_mask):
     return roll_left(token_mask, 1)
 
 
-def test_depth_one_counts_where_token_t_plus_2_is_the_policys_or_where_it_is_drafted_from_the_policys_token():
+def test_depth_one_counts_where_token_t_plus_2_is_the_policys_or_is_drafted_from_a_token_of_its():
     mask = torch.tensor(CASE_1)
     assert as_ints(depth_mask(mask, 1)) == [0, 1, 1, 1, 1, 0, 0, 0]
     assert as_ints(depth_mask(mask, 1, rule="drafted")) == [0, 0, 1, 1, 1, 0, 0, 0]
@@ -360,7 +361,7 @@ def test_expanding_equals_the_sentence_row_by_row(rows, spare):
 
 
 class HostReads(TorchFunctionMode):
-    """Counts the calls through which Python reads a tensor's content: on a GPU each is a device-to-host copy."""
+    """Counts the calls through which Python reads a tensor: on a GPU, device-to-host copies."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fix 3: checkpoint_tensors and patch_mtp_recompute, on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
+"""Fix 3: checkpoint_tensors, patch_mtp_recompute; megatron-core 0.16.1, 0.17.1, 0.18.2, 0.19.2."""
 
 import collections
 import contextlib
@@ -34,9 +34,9 @@ def before(checkpoint, function, *args, **kwargs):
     return checkpoint(function, *args, *kwargs.values())
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # checkpoint_tensors
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def without_recompute(run, *tensors):
@@ -200,9 +200,9 @@ def test_a_tensor_that_the_checkpoint_loses_is_missed():
         )
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # patch_mtp_recompute: numbers
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def release():
@@ -230,7 +230,7 @@ def set_recompute(model, method="uniform", num_layers=1, granularity="full"):
 
 
 def loss_and_gradients(model, order=((True, "fb"),)):
-    """Runs `order`: pairs of (packed, what happens: f forward, b backward of the oldest forward), gradients summed."""
+    """Runs `order`, pairs of (packed, f forward or b backward of the oldest); sums gradients."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -261,7 +261,7 @@ def assert_same(found, expected, *, rtol):
 
 @contextlib.contextmanager
 def detached_trunk(model, *, view=True):
-    """Both inputs of the first MTP layer detached, as RL code does it; depth 2 still gets depth 1's state."""
+    """Both inputs of the first MTP layer detached, as in RL; depth 2 still gets depth 1's."""
 
     def detach(layer, args, kwargs):
         embedding = kwargs["embedding"]
@@ -338,7 +338,7 @@ def test_dropout_is_on_in_the_tests_above(tiny):
 
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "no view"])
-def test_with_both_inputs_detached_every_mtp_parameter_is_trained_and_stock_0_16_and_0_17_train_none(
+def test_with_both_inputs_detached_all_mtp_parameters_train_and_in_stock_0_16_and_0_17_none(
     tiny, view
 ):
     model = tiny()
@@ -451,9 +451,9 @@ def test_tensor_parallel_ranks_recompute_alike():
     assert first == second and len(first) == 8
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # patch_mtp_recompute: methods, nesting, other people's wrappers
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

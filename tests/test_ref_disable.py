@@ -1,4 +1,4 @@
-"""Fix 4: a reference without MTP, and an actor that skips it, on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
+"""Fix 4: a reference without MTP, an actor that skips it; megatron-core 0.16.1 to 0.19.2."""
 
 import contextlib
 import copy
@@ -25,9 +25,9 @@ from toy.hybrid import build_hybrid_model
 
 COUNT_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Configs
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 FIELD = {  # the layouts seen in the field, and what each says when it is off
     "MiMo": ({"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 0}),
@@ -134,9 +134,9 @@ def test_the_transformer_config_is_copied_with_mtp_off(tiny):
     assert config.moe_layer_freq == [1, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Weights
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 TRUNK = [
     "model.embed_tokens.weight",
@@ -220,9 +220,9 @@ def test_it_is_lazy():
     assert next(pairs) == ("c", None) and taken == ["a", "mtp.b", "c"]
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Models
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def batch():
@@ -529,11 +529,21 @@ def test_a_hybrid_model_skips_its_mtp_layers_too(megatron, depth, tied):
         assert len(calls) == depth
         actor(*args, **packed, **labels)
         assert len(calls) == 2 * depth
+    logits = reference(*args, **packed)
+    with counted_forwards(actor) as calls:
+        with skip_mtp(actor), patch_mtp_loss(actor) as mtp:
+            assert torch.equal(actor(*args, **packed, **labels), logits)
+        with patch_mtp_loss(actor) as mtp:
+            with skip_mtp(actor):
+                assert torch.equal(actor(*args, **packed, **labels), logits) and mtp.depths == []
+            assert not calls
+            actor(*args, **packed, **labels)
+            assert len(calls) == len(mtp.depths) == depth
     assert state(actor) == before and actor.config is config
 
 
 def test_a_tied_head_on_a_last_pipeline_stage_keeps_its_weight(tiny):
-    """From 0.17 on it is the stage's copy of the embedding; its output_layer holds another weight, never filled."""
+    """From 0.17 on its copy of the embedding; its output_layer's own weight is never filled."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
