@@ -185,7 +185,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
         batch = train_mimo.make_batch(samples, device)
         metrics = train_mimo.score(trainer, reference, batch, samples, args)
         drafts = train_mimo.trainer_drafts(trainer.actor, batch, args)
-        metrics |= train_mimo.acceptance(trainer.actor, samples, drafts, args)
+        metrics |= train_mimo.acceptance(trainer.actor, batch, samples, drafts, args)
         tick("score")
         metrics |= train_mimo.update(trainer, samples, step, args)
         tick("update")

@@ -173,6 +173,11 @@ def engine_settings(args, options, num_drafts):
 
 def speculating(options, args, dtype, save):
     """The first process: warm-up, shift, the frozen and the synced arm."""
+
+    def build(*config, **settings):  # norms too: Megatron's local ones are float32, vLLM's are not
+        return toy.model.build_model(*config, **settings).to(dtype)
+
+    unittest.mock.patch.object(train_mimo, "build_model", build).start()
     trainer = train_mimo.build_trainer(args)
     save(parameters=toy.model.num_parameters(trainer.actor))
 
@@ -194,7 +199,7 @@ def speculating(options, args, dtype, save):
     samples = train_mimo.roll_out(llm, trainer, 1_000_000, args)
     batch = train_mimo.make_batch(samples, trainer.device)
     drafts = train_mimo.trainer_drafts(trainer.actor, batch, args)
-    save(after_push=train_mimo.acceptance(trainer.actor, samples, drafts, args))
+    save(after_push=train_mimo.acceptance(trainer.actor, batch, samples, drafts, args))
 
 
 def none(options, args, dtype, save):
