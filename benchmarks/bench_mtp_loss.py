@@ -1,214 +1,192 @@
-"""Time and peak memory of one depth's loss and its backward pass: chunked, full logits, and Megatron's own way.
+"""Time, peak memory and gradient error of one depth's loss, forward and backward, with a frozen head.
 
-    chunked           mtp_cross_entropy, at 100 % and 50 % of the slots counted
-    full, trained     all logits at once, plain torch; the head gets a gradient
-    full, detached    the same with the head's weight detached
-    Megatron          ColumnParallelLinear and vocab_parallel_cross_entropy, as process_mtp_loss calls them
-    floor             the two projections of each chunk and nothing else
+    floor                the two projections of each chunk and nothing else
+    chunked N            mtp_cross_entropy (fix 1), N slots at a time
+    Liger                liger_kernel's fused linear cross entropy
+    cut cross entropy    Apple's cut_cross_entropy, which skips small gradients (filter_eps)
+    full logits          all logits at once, plain torch
+    Megatron             stock: ColumnParallelLinear and vocab_parallel_cross_entropy; trains its head
 
-All in one process, in turns, median time. Peak memory is what the call adds to what was there: on CUDA by torch's
-allocator, on CPU by the kernel's own high-water mark of this process (Linux). "Full" costs the same whatever counts.
+All in one process, in turns, median time; each with all and with half of the slots counted, of which the last two know
+nothing. Targets have probabilities from 0 to 1, as in a trained model. Peak memory is what a call adds to what was
+there. Gradient error: largest difference from float64 on 16 slots, relative to the largest gradient there.
 
-Run: python benchmarks/bench_mtp_loss.py (about 2 minutes on 2 cores), or with --device cuda (MiMo-7B's head, bf16).
-The last line is the table as JSON.
+Run   python benchmarks/bench_mtp_loss.py             MiMo-7B's head in bf16 on CUDA; a small one in fp32 on CPU
+Out   OUT/mtp_loss_DEVICE.json
 """
 
-import argparse
-import importlib.util
-import json
-import pathlib
 import statistics
-import sys
-import time
 
+import common  # isort: skip, before torch: it sets paths
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from mtp_loss import mtp_cross_entropy  # noqa: E402
+import toy.model
+from mtp_loss import mtp_cross_entropy
 
 SIZES = {
+    "tiny": dict(hidden=64, vocab=1000, tokens=128),
     "cpu": dict(hidden=512, vocab=32_000, tokens=4096),
     "cuda": dict(hidden=4096, vocab=151_680, tokens=8192),
 }
+IGNORE = -100  # what Liger and cut cross entropy call a slot that does not count
 
 
-def plain_head(hidden, weight=None):
-    return hidden @ weight.t(), None
+def make_problem(device, *, hidden, vocab, tokens):
+    """States [s, 1, h] whose logits at the target stand 0 to 20 above noise of deviation 1, head [V, h], targets."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    weight = randn(vocab, hidden) / hidden**0.5
+    targets = torch.randint(vocab, (1, tokens), generator=generator, device=device)
+    lift = torch.linspace(0, 20, tokens, device=device, dtype=dtype)[:, None]
+    states = (randn(tokens, hidden) + lift * weight[targets[0]])[:, None]
+    masks = {1.0: torch.ones_like(targets, dtype=torch.bool)}
+    masks[0.5] = torch.arange(tokens, device=device)[None] % 2 == 0
+    return states.requires_grad_(), weight, targets, masks
 
 
-def megatron_head(hidden_size, vocab, device, dtype):
-    """The stock head, on one rank. Its weight is replaced by the one that all others use."""
-    import toy.model
+def contestants(states, weight, targets, masks, chunks):
+    """{(name, share counted): a function that runs one forward and backward}."""
+    runs = {}
 
-    toy.model.init_megatron(device)
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    def add(name, loss_of_mask, shares=masks):
+        for share in shares:
+            runs[name, share] = lambda mask=masks[share]: loss_of_mask(mask).backward()
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=hidden_size,
-        num_attention_heads=1,
-        params_dtype=dtype,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
-    return ColumnParallelLinear(
-        hidden_size,
-        vocab,
-        config=config,
-        init_method=torch.nn.init.zeros_,
-        bias=False,
-        skip_weight_param_allocation=True,
-    )
+    def plain_head(rows, weight):
+        return rows @ weight.t(), None
 
+    def chunked(chunk):
+        def loss(mask):
+            how = dict(output_weight=weight, chunk_tokens=chunk)
+            return mtp_cross_entropy(states, plain_head, targets, mask, **how)[0].sum() / mask.sum()
 
-def contestants(hidden, weight, targets, masks, chunk_tokens):
-    """name -> (share of slots that count, a function that runs one forward and backward)."""
-
-    def chunked(mask):
-        loss, _ = mtp_cross_entropy(
-            hidden, plain_head, targets, mask, output_weight=weight, chunk_tokens=chunk_tokens
-        )
-        (loss.sum() / mask.sum()).backward()
-
-    def full(head_weight):
-        logits = (hidden @ head_weight.t()).flatten(0, 1)
-        loss = F.cross_entropy(logits.float(), targets.t().flatten(), reduction="none")
-        (loss.view(-1, 1) * masks[1.0].t()).sum().div(masks[1.0].sum()).backward()
+        return loss
 
     def floor(mask):
-        rows = hidden.detach()[mask[0].bool(), 0]
-        for chunk in rows.split(chunk_tokens):
-            (chunk @ weight.detach().t()) @ weight.detach()
+        for rows in states.detach()[mask[0], 0].split(chunks[0]):
+            (rows @ weight.t()) @ weight
 
-    runs = {
-        ("full, trained", 1.0): lambda: full(weight),
-        ("full, detached", 1.0): lambda: full(weight.detach()),
-        ("chunked", 1.0): lambda: chunked(masks[1.0]),
-        ("chunked", 0.5): lambda: chunked(masks[0.5]),
-        ("floor", 1.0): lambda: floor(masks[1.0]),
-        ("floor", 0.5): lambda: floor(masks[0.5]),
-    }
-    if importlib.util.find_spec("megatron") is None:
-        return runs
-    head = megatron_head(weight.shape[1], weight.shape[0], weight.device.type, weight.dtype)
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    def full(mask):
+        logits = states[:, 0] @ weight.t()
+        loss = F.cross_entropy(logits.float(), targets[0], reduction="none")
+        return (loss * mask[0]).sum() / mask.sum()
 
-    def megatron():
-        logits, _ = head(hidden, weight=weight)
+    for share in masks:
+        runs["floor", share] = lambda mask=masks[share]: floor(mask)
+    for chunk in chunks:
+        add(f"chunked {chunk}", chunked(chunk))
+    if states.is_cuda:
+        for name, others in (("Liger", liger), ("cut cross entropy", cut_cross_entropy)):
+            try:
+                loss_function = others()
+            except ImportError as error:
+                print(f"{name}: {error}")
+                continue
+
+            def loss(mask, function=loss_function):
+                return function(states[:, 0], weight, targets[0].where(mask[0], IGNORE))
+
+            add(name, loss)
+    add("full logits", full, [1.0])
+    add("Megatron", megatron(states, weight, targets), [1.0])
+    return runs
+
+
+def liger():
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy
+
+
+def cut_cross_entropy():
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
+def megatron(states, weight, targets):
+    """The stock head, on one rank, as process_mtp_loss calls it."""
+    toy.model.init_megatron(states.device.type)
+    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    trained = weight.clone().requires_grad_()
+    vocab, hidden = weight.shape
+    config = TransformerConfig(
+        num_layers=1, hidden_size=hidden, num_attention_heads=1, params_dtype=weight.dtype,
+        use_cpu_initialization=True, perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    how = dict(config=config, init_method=torch.nn.init.zeros_, bias=False)
+    head = ColumnParallelLinear(hidden, vocab, skip_weight_param_allocation=True, **how)
+
+    def loss(mask):
+        trained.grad = None
+        logits, _ = head(states, weight=trained)
         loss = vocab_parallel_cross_entropy(logits.float(), targets.t().contiguous()).t()
-        (loss * masks[1.0]).sum().div(masks[1.0].sum()).backward()
+        return (loss * mask).sum() / mask.sum()
 
-    return {("Megatron", 1.0): megatron} | runs
-
-
-def peak_bytes(device, run):
-    """How far memory rises above what is held before the call."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - held
-    pathlib.Path("/proc/self/clear_refs").write_text(
-        "5"
-    )  # sets the high-water mark back to what is held now
-    held = _status("VmRSS")
-    run()
-    return _status("VmHWM") - held
+    return loss
 
 
-def _status(field):
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}; wanted Linux: measure memory elsewhere")
+def exact_gradient(states, weight, targets, mask, num=16):
+    """(slots, their gradient in float64), slots spread over those that count."""
+    counted = mask[0].nonzero()[:, 0]
+    slots = counted[:: max(1, len(counted) // num)][:num]
+    wide = weight.double()
+    p = (states.detach()[slots, 0].double() @ wide.t()).softmax(1)
+    p[torch.arange(len(slots)), targets[0, slots]] -= 1
+    return slots, p @ wide / mask.sum()
 
 
-def seconds(device, run):
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def measure(device, *, hidden, vocab, tokens, chunk_tokens=1024, repeats=3):
-    """One row a contestant: name, share counted, milliseconds, MiB, both also relative to full logits, head trained."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    weight = (
-        (torch.randn(vocab, hidden, generator=generator) / hidden**0.5)
-        .to(device, dtype)
-        .requires_grad_()
-    )
-    states = torch.randn(tokens, 1, hidden, generator=generator).to(device, dtype).requires_grad_()
-    targets = torch.randint(vocab, (1, tokens), generator=generator).to(device)
-    masks = {
-        share: (torch.arange(tokens, device=device)[None] * share % 1 == 0).float()
-        for share in (1.0, 0.5)
-    }
-    runs = contestants(states, weight, targets, masks, chunk_tokens)
-    times, peaks = {key: [] for key in runs}, {}
+def measure(device, sizes, chunks, repeats):
+    """One row a contestant; one that fails is named in it."""
+    problem = states, weight, targets, masks = make_problem(device, **sizes)
+    exact = {share: exact_gradient(states, weight, targets, mask) for share, mask in masks.items()}
+    runs, rows = contestants(*problem, chunks), {}
 
     def fresh(run):
-        weight.grad = states.grad = None
+        states.grad = None
         return run
 
-    for key, run in runs.items():  # warm up, compile
-        fresh(run)()
-        peaks[key] = peak_bytes(device, fresh(run))
+    for (name, share), run in runs.items():
+        row = rows[name, share] = {"name": name, "counted": share}
+        try:
+            fresh(run)()  # compiles
+            row["peak_mib"] = round(common.peak_bytes(device, fresh(run)) / 2**20)
+            if states.grad is not None:
+                slots, grad = exact[share]
+                error = (states.grad[slots, 0].double() - grad).abs().max() / grad.abs().max()
+                row["gradient_error"] = float(f"{error.item():.1e}")
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            print(f"{name}: {row['error']}", flush=True)
+    times = {key: [] for key, row in rows.items() if "error" not in row}
     for _ in range(repeats):
-        for key, run in runs.items():
-            times[key].append(seconds(device, fresh(run)))
-    base = ("full, trained", 1.0)
-    medians = {key: statistics.median(of_key) for key, of_key in times.items()}
-    return [
-        {
-            "name": name,
-            "counted": share,
-            "ms": round(medians[name, share] * 1e3, 1),
-            "time_ratio": round(medians[name, share] / medians[base], 3),
-            "peak_mib": round(peaks[name, share] / 2**20, 1),
-            "memory_ratio": round(peaks[name, share] / peaks[base], 3),
-        }
-        for name, share in runs
-    ]
+        for key, of_key in times.items():
+            of_key.append(1e3 * common.seconds(device, fresh(runs[key])))
+    for key, of_key in times.items():
+        row, floor = rows[key], statistics.median(times["floor", key[1]])
+        row |= {"ms": statistics.median(of_key), "spread_ms": max(of_key) - min(of_key)}
+        row["times_floor"] = row["ms"] / floor
+    return list(rows.values())
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda uses MiMo-7B's sizes and bf16",
-    )
-    parser.add_argument(
-        "--tokens", type=int, help="slots in the buffer (4096 on cpu, 8192 on cuda)"
-    )
-    parser.add_argument("--chunk-tokens", type=int, default=1024, help="slots projected at a time")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="timed rounds, of which the median counts"
-    )
-    args = parser.parse_args()
-    sizes = SIZES[args.device] | ({"tokens": args.tokens} if args.tokens else {})
-    rows = measure(args.device, **sizes, chunk_tokens=args.chunk_tokens, repeats=args.repeats)
-    print(f"{sizes}, chunks of {args.chunk_tokens}, {args.device}, torch {torch.__version__}")
-    print(f"{'':<16}{'counted':>8}{'ms':>10}{'ratio':>8}{'peak MiB':>11}{'ratio':>8}")
-    for row in rows:
-        print(
-            f"{row['name']:<16}{row['counted']:>8.0%}{row['ms']:>10,}{row['time_ratio']:>8.2f}"
-            f"{row['peak_mib']:>11,}{row['memory_ratio']:>8.2f}"
-        )
-    print(
-        json.dumps(
-            {"device": args.device, **sizes, "chunk_tokens": args.chunk_tokens, "rows": rows}
-        )
-    )
+    parser = common.parser(__doc__)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 512])
+    options = parser.parse_args()
+    sizes = SIZES["tiny" if options.tiny else options.device]
+    rows = measure(options.device, sizes, options.chunks, options.repeats)
+    columns = ["name", "counted", "ms", "spread_ms", "times_floor", "peak_mib", "gradient_error"]
+    common.table(rows, columns)
+    result = {"benchmark": "mtp loss", **sizes, **common.provenance(options.device, options.commit)}
+    common.write_json(f"{options.out}/mtp_loss_{options.device}.json", result | {"rows": rows})
 
 
 if __name__ == "__main__":

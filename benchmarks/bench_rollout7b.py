@@ -1,0 +1,243 @@
+"""What drafting k tokens gives a rollout at MiMo-7B's shape, if drafts are accepted at rates known from elsewhere.
+
+    none             no drafter               all engines start at once, one process each; then they
+    k=1, k=2, k=3    so many drafts a step    are measured in turn, while the others wait
+    k=3 dynamic      3 up to batch 32, then 0 (num_speculative_tokens_per_batch_size)
+
+Weights are dummies, so acceptance is drawn: vLLM's rejection_sample_method="synthetic" accepts position j with the given
+probability, whatever was drafted. Its synthetic_acceptance_rates are unconditional: j of them give the share of steps
+that accept j drafts or more. Time is real: target, drafter, rejection sampler and scheduler do what they always do.
+
+Each arm samples `--tokens` tokens a request (equal), and a mix whose lengths are lognormal, the longest 8 times the
+median, since real rollouts end in a small batch. Rates: SkyRL's published ones and those of a run of this repository.
+
+Run   python benchmarks/bench_rollout7b.py               about 5 minutes on an H200
+      python benchmarks/bench_rollout7b.py --tiny        does the script run?
+Out   OUT/rollout7b.json
+"""
+
+import json
+import math
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import common  # isort: skip, before torch: it sets paths
+import torch
+
+import toy.model
+from drafter_sync import DrafterSyncExtension
+from spec_metrics import counts_from_vllm_counters, summarize
+
+ARMS = ("none", "k=1", "k=2", "k=3", "k=3 dynamic")
+SKYRL = (0.886, 0.770, 0.663)  # its per-position rates; unconditional, or their ratios would rise
+DYNAMIC = [(1, 32, 3), (33, 1024, 0)]  # first batch size, last, drafts
+PROMPT = 32  # tokens
+SPREAD = 8  # longest response by the median one, in the mix
+AT_ONCE = 4  # engines of 30 GB on a card of 141 GB
+
+
+class RatesWorker(DrafterSyncExtension):
+    """vLLM reads the rates once, at its start; one engine serves several sets of them here."""
+
+    def bench_set_rates(self, conditional):
+        rates = self.model_runner.rejection_sampler.synthetic_conditional_rates
+        rates.copy_(torch.tensor(conditional))
+
+
+def conditional(rates):
+    """Of a step that accepted all before it, the share that accepts this position too."""
+    return [rate / before for rate, before in zip(rates, [1.0, *rates], strict=False)]
+
+
+def measured_rates(path, num):
+    """The synced arm's rates at batch 32 of a run of bench_rollout.py, if it drafted `num` tokens."""
+    if not os.path.exists(path):
+        return None
+    rows = json.loads(pathlib.Path(path).read_text()).get("synced", [])
+    rates = [
+        [row[f"spec/accept_rate_pos_{j + 1}"] for j in range(num)]
+        for row in rows
+        if f"spec/accept_rate_pos_{num}" in row
+    ]
+    return rates[len(rates) // 2] if rates else None
+
+
+def lognormal_lengths(num, longest):
+    """`num` quantiles of a lognormal of median longest / SPREAD, the last of which is `longest`; in random order."""
+    quantiles = torch.distributions.Normal(0, 1).icdf((torch.arange(num) + 0.5) / num)
+    lengths = (longest / SPREAD) * torch.exp(math.log(SPREAD) * quantiles / quantiles[-1])
+    shuffled = lengths[torch.randperm(num, generator=torch.Generator().manual_seed(0))]
+    return shuffled.round().clamp(min=1).int().tolist()
+
+
+def rollout(llm, lengths, vocab):
+    """Seconds of one batch of requests, and the engine's counts."""
+    from vllm import SamplingParams
+
+    how = dict(temperature=1.0, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(max_tokens=length, **how) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab, (len(lengths), PROMPT), generator=generator).tolist()
+    prompts = [{"prompt_token_ids": prompt} for prompt in tokens]
+    before, began = llm.get_metrics(), time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    came = [len(output.outputs[0].token_ids) for output in outputs]
+    if came != lengths:
+        raise RuntimeError(
+            f"responses of {came} tokens came, wanted {lengths}: no rate can be given"
+        )
+    return seconds, counts_from_vllm_counters(before, llm.get_metrics())
+
+
+def measure(llm, arm, options, hf_config, rate_sets, save):
+    rows, vocab = [], hf_config["vocab_size"]
+    for source, rates in rate_sets.items():
+        if rates:
+            llm.collective_rpc("bench_set_rates", args=(conditional(rates),))
+        for batch in options.batches:
+            kinds = {"equal": [options.tokens] * batch}
+            kinds["mix"] = lognormal_lengths(batch, 2 * options.tokens)
+            rollout(llm, [16] * batch, vocab)  # a warm-up: graphs are captured, kernels compiled
+            for kind, lengths in kinds.items():
+                results = [rollout(llm, lengths, vocab) for _ in range(options.repeats)]
+                seconds = statistics.median(seconds for seconds, _ in results)
+                row = {"arm": arm, "rates": source, "batch": batch, "lengths": kind}
+                row |= {"seconds": seconds, "tokens_per_s": sum(lengths) / seconds}
+                if results[-1][1] is not None:
+                    row |= {
+                        key: value
+                        for key, value in summarize([results[-1][1]]).items()
+                        if key.startswith(("spec/accept_length_micro", "spec/accept_rate_pos"))
+                    }
+                rows.append(row)
+                save(rows=rows)
+
+
+def run_arm(options, hf_config, dtype, save):
+    """In a child. Its part is named ARM or ARM/piecewise."""
+    arm, _, piecewise = options.part.partition("/")
+    num_drafts = int(arm[2]) if arm != "none" else 0
+    rate_sets = {"none": None}
+    if num_drafts:
+        rate_sets = {"SkyRL": SKYRL[:num_drafts], "ours": options.rates[:num_drafts]}
+        if options.device == "cpu":  # vLLM's CPU backend knows no synthetic acceptance
+            rate_sets = {"real": None}
+    settings = dict(num_drafts=num_drafts, max_num_seqs=max(options.batches))
+    settings |= dict(max_model_len=PROMPT + 2 * options.tokens + 16, disable_log_stats=False)
+    settings["worker_extension_cls"] = "bench_rollout7b.RatesWorker"
+    settings["speculative_config"] = {}
+    if options.device == "cuda" and num_drafts:
+        settings["speculative_config"] = {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": list(SKYRL[:num_drafts]),
+        }
+    if arm.endswith("dynamic"):
+        rate_sets.pop("ours", None)
+        settings["speculative_config"]["num_speculative_tokens_per_batch_size"] = DYNAMIC
+    if options.device == "cuda":
+        sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+        sizes = [size for size in sizes if size <= max(options.batches)]
+        graphs = dict(cudagraph_capture_sizes=[size * (1 + num_drafts) for size in sizes])
+        if piecewise:
+            graphs["cudagraph_mode"] = "PIECEWISE"
+        settings |= dict(enforce_eager=False, compilation_config=graphs)
+        settings |= dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=int(10.75 * 2**30))
+    os.environ["VLLM_CACHE_ROOT"] = f"{options.work}/{arm}"  # of its own: several start at once
+    folder = f"{options.work}/{options.part}/model"
+    llm, facts = common.start_engine(folder, hf_config, dtype, **settings)
+    save(engine=facts, ready=True)
+    sys.stdin.readline()  # the parent's word that the card is free
+    measure(llm, arm, options, hf_config, rate_sets, save)
+
+
+def start_all(arms, work, deadline):
+    """{arm: (child, part)} of those that got ready; one that died is tried once more with piecewise graphs.
+
+    CUDA graphs of the whole step have died in vLLM 0.25.1's capture of the drafter.
+    """
+    waiting = {arm: (common.start_child(arm, work), arm) for arm in arms}
+    ready, failed = {}, {}
+    while waiting and time.perf_counter() < deadline:
+        time.sleep(0.5)
+        for arm, (child, part) in list(waiting.items()):
+            path = pathlib.Path(f"{work}/{part}.json")
+            if path.exists() and json.loads(path.read_text()).get("ready"):
+                ready[arm] = waiting.pop(arm)
+            elif child.poll() is not None:
+                failed[arm] = common.end_child(*waiting.pop(arm), work, 1)
+                if part == arm:
+                    os.makedirs(f"{work}/{arm}", exist_ok=True)
+                    part = f"{arm}/piecewise"
+                    waiting[arm] = common.start_child(part, work), part
+    for arm, (child, part) in waiting.items():
+        failed[arm] = common.end_child(child, part, work, 1)
+    return {arm: ready[arm] for arm in arms if arm in ready}, failed
+
+
+def with_speedups(rows):
+    """Each row's tokens a second by those of no drafter."""
+    base = {
+        (row["batch"], row["lengths"]): row["tokens_per_s"] for row in rows if row["arm"] == "none"
+    }
+    for row in rows:
+        if none := base.get((row["batch"], row["lengths"])):
+            row["speedup"] = row["tokens_per_s"] / none
+    return rows
+
+
+def main():
+    parser = common.parser(__doc__)
+    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="of a response; the mix's longest: 2x"
+    )
+    parser.add_argument("--rates", type=float, nargs=3, help="ours, of positions 1 to 3")
+    parser.add_argument("--rates-from", default=f"{common.RESULTS}/rollout_medium.json")
+    options = parser.parse_args()
+    # Without such a run: the trained toy's, at temperature 1.
+    options.rates = options.rates or measured_rates(options.rates_from, 3) or (0.993, 0.987, 0.975)
+    if options.tiny:
+        options.batches, options.tokens, options.repeats = [2, 4], 16, 1
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    hf_config = toy.model.mimo_config(**(common.TINY if options.tiny else common.MIMO_7B))
+    if options.part:
+        common.child_main(lambda save: run_arm(options, hf_config, dtype, save), options)
+
+    began, rows, parts = time.perf_counter(), [], {}
+    result = {
+        "benchmark": "rollout7b",
+        "tokens": options.tokens,
+        "skyrl": SKYRL,
+        "ours": options.rates,
+    }
+    result |= common.provenance(options.device, options.commit)
+    at_once = AT_ONCE if options.device == "cuda" else 1
+    with tempfile.TemporaryDirectory(prefix="bench_") as work:
+        for first in range(0, len(options.arms), at_once):
+            deadline = began + options.limit_s
+            children, failed = start_all(options.arms[first : first + at_once], work, deadline)
+            parts |= failed
+            print(f"{len(children)} engines after {time.perf_counter() - began:.0f} s", flush=True)
+            for arm, (child, part) in children.items():
+                common.go_on(child)
+                left = deadline - time.perf_counter()
+                parts[arm] = common.end_child(child, part, work, left)
+                rows += parts[arm].pop("rows", [])
+                result |= {"seconds": time.perf_counter() - began, "parts": parts}
+                result["rows"] = with_speedups(rows)
+                common.write_json(f"{options.out}/rollout7b.json", result)
+    columns = ["arm", "rates", "batch", "lengths", "tokens_per_s", "spec/accept_length_micro"]
+    common.table(with_speedups(rows), [*columns, "speedup"])
+    print(f"{result.get('seconds', 0):.0f} s")
+    failures = [f"{arm}: {part['error']}" for arm, part in parts.items() if "error" in part]
+    sys.exit("\n".join(failures) or 0)
+
+
+if __name__ == "__main__":
+    main()
