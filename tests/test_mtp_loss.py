@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import shutil
 import types
 from types import SimpleNamespace
@@ -1225,6 +1226,47 @@ def test_it_composes_with_the_other_fixes_in_any_order(tiny, recompute):
             assert torch.equal(grad, results[0][3][name]), name
             # match_vllm_mimo feeds the MTP layer another state, and nothing else changes.
             assert torch.equal(grad, plain[name]) != name.startswith("mtp."), name
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "total_variation"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_mtp_layer_is_trained_and_drafts_k_deep(any_tiny, tied, objective):
+    pytest.importorskip("mtp_recursion")
+    model, batch = any_tiny(tied=tied), two_documents()
+    settings = dict(policy=0.0, objective=objective, denominator=7)
+    alone, first = gradients(model, batch, **settings)
+    same, one = gradients(model, batch, num_drafts=1, **settings)
+    assert one == first and all(
+        grad is alone[name] is None or torch.equal(grad, alone[name]) for name, grad in same.items()
+    )
+    got, depths = gradients(model, batch, num_drafts=3, **settings)
+    assert [int(depth["tokens"]) for depth in depths] == [
+        len(list(slow_pairs(batch, depth, "target"))) for depth in (1, 2, 3)
+    ]
+    assert depths[0] == first[0]
+    for name, grad in got.items():
+        assert grad.any() if name.startswith("mtp.") else grad is None or not grad.any(), name
+    only_first, _ = gradients(
+        model, batch, num_drafts=3, **settings | dict(denominator=[7] + [math.inf] * 2)
+    )
+    close(
+        {name: None if grad is None else 3 * grad for name, grad in only_first.items()},
+        alone,
+        rtol=1e-5,
+    )
+    drafts = draft_tokens(model, **batch.inputs, num_drafts=3)
+    assert drafts.shape == (3, *batch.ids.shape)
+    assert torch.equal(drafts[0], draft_tokens(model, **batch.inputs))
+    assert torch.equal(drafts[:1], draft_tokens(model, **batch.inputs, num_drafts=1))
+
+
+def test_a_model_with_k_layers_drafts_by_its_layers(any_tiny):
+    model, batch = any_tiny(mtp_layers=2), two_documents()
+    drafts = []
+    call = lambda: drafts.append(draft_tokens(model, **batch.inputs, num_drafts=2))  # noqa: E731
+    states = hidden_states_of(model, call)
+    wanted = [(state @ head_weight(model).t()).argmax(-1).t() for state in states]
+    assert torch.equal(drafts[0], torch.stack(wanted))
 
 
 # ------------------------------------------------------------------------------------------------------------------
