@@ -225,7 +225,7 @@ def _mtp_replaced(model, call=None):
 
 
 class _StandIn:
-    """An attribute of the model that hides the module of its name: called instead, else the same."""
+    """Hides the model's module of the same name: called instead of it, and in all else the same."""
 
     def __init__(self, module, call):
         self.module, self.call, self.was_called = module, call, False
@@ -530,7 +530,7 @@ def _overlap_gradient(policy, draft, low_N):
 
 @functools.cache  # torch.compile takes 30 ms even when all is compiled
 def _steps(is_cuda):
-    """The functions above, on CUDA compiled; a fixed vocabulary is twice as fast as dynamic=True."""
+    """The functions above, compiled on CUDA; without dynamic=True, which is half as fast."""
     functions = _row_statistics, _softmax, _overlap, _overlap_gradient
     return {step: torch.compile(step) if is_cuda else step for step in functions}
 
