@@ -858,7 +858,7 @@ def close(got, wanted, *, rtol):
 
 
 def test_groups_clipped_apart_leave_the_policys_update_alone(tiny):
-    """MTP gradient norm 20, policy norm 0.8, clip at 1: together, the policy moves 25 times less."""
+    """MTP gradient norm 20, policy norm 0.8, clip at 1: together the policy moves 25 times less."""
     model, batch = tiny(), two_documents()
     mtp = [p for name, p in model.named_parameters() if name.startswith("mtp.")]
     policy = [p for name, p in model.named_parameters() if not name.startswith("mtp.")]

@@ -1,8 +1,8 @@
 """A tiny Megatron `HybridModel` with MTP on CPU, from attention and MLP layers.
 
-Nothing here is a fix. On megatron-core 0.18 and 0.19. Megatron ships a hybrid spec of Transformer Engine's parts alone, which want
-a GPU; this one is made of the parts that the local GPT spec has. Mamba layers want a GPU in any
-case, and no fix touches them.
+Nothing here is a fix. For megatron-core 0.18 and 0.19, which ship a hybrid spec of Transformer
+Engine's parts alone; those want a GPU, and this one is made of what the local GPT spec has. Mamba
+layers want a GPU in any case, and no fix touches them.
 """
 
 import contextlib
