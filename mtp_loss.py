@@ -128,9 +128,9 @@ def patch_mtp_loss(
         return
     _check_model(model)
     _check_settings(model, detach_trunk, rule, objective)
-    num_layers = model.mtp.config.mtp_num_layers
-    if num_drafts is not None and (num_drafts < 1 or num_layers > 1):
-        came = f"num_drafts is {num_drafts}, and the model has {num_layers} MTP layers"
+    layers = model.mtp.config.mtp_num_layers
+    if num_drafts is not None and (num_drafts < 1 or layers > 1):
+        came = f"num_drafts is {num_drafts}, and the model has {layers} MTP layers"
         raise ValueError(f"{came}; wanted 1 or more drafts from 1 layer: leave num_drafts None")
     stock, signature = model.forward, inspect.signature(model.forward)
 
@@ -142,11 +142,10 @@ def patch_mtp_loss(
         if labels is not None and loss_mask is None:
             came = "labels came without loss_mask: all slots would count, prompts too"
             raise ValueError(f"{came}; wanted both, [b, s]: pass the label-aligned response mask")
-        is_off = model.config.mtp_num_layers is None  # inside skip_mtp
-        if labels is None or is_off or not torch.is_grad_enabled():
+        block, num_layers = model.mtp, model.config.mtp_num_layers  # None inside skip_mtp
+        if labels is None or num_layers is None or not torch.is_grad_enabled():
             with _mtp_replaced(model):
                 return stock(*given.args, **given.kwargs)
-        block = model.mtp
 
         def block_and_loss(**arguments):
             states = _run_mtp(block, arguments, num_drafts or num_layers, detach_trunk)
@@ -210,9 +209,10 @@ def draft_tokens(
 def _mtp_replaced(model, call=None):
     """Megatron's forward then calls `call` instead of model.mtp and takes no MTP loss of its own.
 
-    With None the trunk's state goes to the head as it is, where MTP appends a state a depth. The module itself, its hooks and whatever wraps its forward, in whatever order the contexts were
-    entered, stay behind `call`. A copy of the config goes to the model alone: the MTP block, and
-    MoE routers, go on reading the number of layers from the one they share.
+    With None the trunk's state goes to the head as it is. The module, its hooks and whatever wraps
+    its forward, in whatever order the contexts were entered, stay behind `call`. The model alone
+    gets a copy of the config: the MTP block and MoE routers go on reading the number of layers from
+    the one they share.
     """
     stand_in = _StandIn(model.mtp, call or (lambda *, hidden_states, **unused: hidden_states))
     config = copy.copy(model.config)
@@ -225,7 +225,7 @@ def _mtp_replaced(model, call=None):
 
 
 class _StandIn:
-    """An attribute of the model that hides the module of its name: called instead, else the same."""
+    """Hides the model's module of the same name: called instead of it, and in all else the same."""
 
     def __init__(self, module, call):
         self.module, self.call, self.was_called = module, call, False
@@ -267,11 +267,10 @@ def _add_losses(model, trunk, states, batch, options, record):
     """
     (labels, loss_mask, packed), (rule, objective, chunk_tokens) = batch, options
     scale = model.config.mtp_loss_scaling_factor if record.scale is None else record.scale
-    policy = None
+    head, weight, policy = model.output_layer, _tied_weight(model), None
     if objective == "total_variation":
-        policy = _whole_sequence(trunk.detach(), model.output_layer)
+        policy = _whole_sequence(trunk.detach(), head)
     rolled = _roll(model, labels, loss_mask, policy, packed, rule)
-    head, weight = model.output_layer, _tied_weight(model)
     for depth, state in enumerate(states):
         targets, mask, policy = next(rolled)
         loss, correct = _score(state, policy, head, weight, targets, mask, chunk_tokens)
@@ -422,7 +421,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _score_slots(
     hidden_TD, policy_TD, output_layer, weight, slots_N, targets_N, chunk_tokens, wants_grad
 ):
-    """loss_N, arg-max token_N and, if wanted, d loss / d hidden as grad_ND; one chunk's logits live."""
+    """loss_N, arg-max token_N and, if wanted, d loss / d hidden; one chunk's logits are alive."""
     group = _vocabulary_group(output_layer)
     weight = getattr(output_layer, "weight", None) if weight is None else weight
     # Detached, it takes Megatron's head down its frozen-weight path: no weight gradient, no fused
@@ -531,7 +530,7 @@ def _overlap_gradient(policy, draft, low_N):
 
 @functools.cache  # torch.compile takes 30 ms even when all is compiled
 def _steps(is_cuda):
-    """The functions above, on CUDA compiled; a fixed vocabulary is twice as fast as dynamic=True."""
+    """The functions above, compiled on CUDA; without dynamic=True, which is half as fast."""
     functions = _row_statistics, _softmax, _overlap, _overlap_gradient
     return {step: torch.compile(step) if is_cuda else step for step in functions}
 

@@ -1,7 +1,7 @@
-"""Fix 1's matrix, measured: which parameters move when the policy loss is times 0. About 5 s on CPU.
+"""Fix 1's matrix, measured: which parameters move when the policy loss is times 0.
 
-python figures/gradients.py prints it for the Megatron that is installed; PYTHONPATH=.releases/0.17.1
-in front of it, for another. `measure_gradients` gives one row.
+python figures/gradients.py prints it for the Megatron that is installed, in 5 s on CPU; with
+PYTHONPATH=.releases/0.17.1 in front, for another. `measure_gradients` gives one row.
 """
 
 import contextlib

@@ -1,9 +1,10 @@
-"""Fix 1: the MTP loss trains the MTP layers and nothing else. `python -m pytest tests/test_mtp_loss.py`"""
+"""Fix 1: the MTP loss trains the MTP layers and nothing else."""
 
 import contextlib
 import functools
 import inspect
 import itertools
+import math
 import shutil
 import types
 from types import SimpleNamespace
@@ -36,9 +37,9 @@ FULL_RECOMPUTE = dict(
 MODELS = list(itertools.product((False, True), (1, 2), (False, True)))  # tied, depths, recompute
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # mtp_cross_entropy
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def plain_head(hidden, weight=None):
@@ -342,9 +343,9 @@ def test_the_compiled_step_equals_the_plain_one(backend, dtype):
             torch.testing.assert_close(compiled, step(*args), rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # objective="total_variation"
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def total_variation(hidden, head, targets, mask, *, policy, output_weight, chunk_tokens=1024):
@@ -432,9 +433,9 @@ def test_total_variation_keeps_no_logits_and_reaches_neither_head_nor_policy():
     assert hidden.grad.any() and weight.grad is None and policy.grad is None
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # patch_mtp_loss on one rank
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def build_hybrid(mtp_layers=1, tied=False, vocab_size=64, **overrides):
@@ -467,7 +468,10 @@ def any_tiny(request, tiny):
 
 
 def batch_of(documents, masks=None, *, dense=False):
-    """Token lists and token-aligned masks to what the model takes. Dense: documents of one length, one a row."""
+    """Token lists and token-aligned masks to what the model takes.
+
+    Dense: documents of one length, one a row.
+    """
     masks = [[1] * len(document) for document in documents] if masks is None else masks
     labels = [document[1:] + [0] for document in documents]
     loss_mask = [mask[1:] + [0] for mask in masks]
@@ -519,7 +523,7 @@ def gradients(model, batch, *, policy=1.0, **settings):
 
 
 def slow_pairs(batch, depth, rule):
-    """(slot, target) of every slot that counts at this depth, from the rule in words, in one packed buffer."""
+    """(slot, target) of every slot that counts at this depth, in one packed buffer."""
     start = 0
     for document, mask in zip(batch.documents, batch.masks, strict=True):
         for t in range(len(document) - 1 - depth):
@@ -659,7 +663,7 @@ def test_the_gradient_matrix(any_tiny, tied, depths, recompute):
 
 @contextlib.contextmanager
 def before(model):
-    """A patch of the kind that frameworks carry: the head's own parameters detached, where Megatron lets one do so."""
+    """As frameworks patch it: the head's own parameters detached, where Megatron lets one do so."""
     from megatron.core.transformer import multi_token_prediction as megatron_mtp
 
     def postprocess(hidden_states, labels, loss_mask, **rest):
@@ -674,8 +678,8 @@ def before(model):
             megatron_mtp, "process_mtp_loss"
         ):  # from 0.17 on it hands the work, and the head, to Megatron
             hidden = megatron_mtp.process_mtp_loss(
-                states, labels, loss_mask, model.output_layer, weight, None, False, model.compute_language_model_loss,
-                model.config,
+                states, labels, loss_mask, model.output_layer, weight, None, False,
+                model.compute_language_model_loss, model.config,
             )  # fmt: skip
         else:
             hidden, *states = states.chunk(1 + depths)
@@ -854,7 +858,7 @@ def close(got, wanted, *, rtol):
 
 
 def test_groups_clipped_apart_leave_the_policys_update_alone(tiny):
-    """MTP gradient norm 20, policy norm 0.8, clip at 1: clipped together, the policy would move 25 times less."""
+    """MTP gradient norm 20, policy norm 0.8, clip at 1: together the policy moves 25 times less."""
     model, batch = tiny(), two_documents()
     mtp = [p for name, p in model.named_parameters() if name.startswith("mtp.")]
     policy = [p for name, p in model.named_parameters() if not name.startswith("mtp.")]
@@ -906,7 +910,7 @@ def clear_tracker():
 
 
 def tracked():
-    """Megatron's own record of the MTP loss: numbers and groups, whatever the release calls them."""
+    """Megatron's own record of the MTP loss: numbers and groups, under each release's names."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     return dict(MTPLossLoggingHelper.tracker)
@@ -1129,7 +1133,7 @@ def test_padded_offsets_must_be_in_both_fields(tiny):
 
 
 class Wrapper(torch.nn.Module):
-    """DDP and Float16Module keep the model as `module`, a vision-language model `language_model`."""
+    """DDP keeps the model as `module`, a vision-language model as `language_model`."""
 
     def __init__(self, model, name):
         super().__init__()
@@ -1227,16 +1231,57 @@ def test_it_composes_with_the_other_fixes_in_any_order(tiny, recompute):
             assert torch.equal(grad, plain[name]) != name.startswith("mtp."), name
 
 
-# ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("objective", ["cross_entropy", "total_variation"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_mtp_layer_is_trained_and_drafts_k_deep(any_tiny, tied, objective):
+    pytest.importorskip("mtp_recursion")
+    model, batch = any_tiny(tied=tied), two_documents()
+    settings = dict(policy=0.0, objective=objective, denominator=7)
+    alone, first = gradients(model, batch, **settings)
+    same, one = gradients(model, batch, num_drafts=1, **settings)
+    assert one == first and all(
+        grad is alone[name] is None or torch.equal(grad, alone[name]) for name, grad in same.items()
+    )
+    got, depths = gradients(model, batch, num_drafts=3, **settings)
+    assert [int(depth["tokens"]) for depth in depths] == [
+        len(list(slow_pairs(batch, depth, "target"))) for depth in (1, 2, 3)
+    ]
+    assert depths[0] == first[0]
+    for name, grad in got.items():
+        assert grad.any() if name.startswith("mtp.") else grad is None or not grad.any(), name
+    only_first, _ = gradients(
+        model, batch, num_drafts=3, **settings | dict(denominator=[7] + [math.inf] * 2)
+    )
+    close(
+        {name: None if grad is None else 3 * grad for name, grad in only_first.items()},
+        alone,
+        rtol=1e-5,
+    )
+    drafts = draft_tokens(model, **batch.inputs, num_drafts=3)
+    assert drafts.shape == (3, *batch.ids.shape)
+    assert torch.equal(drafts[0], draft_tokens(model, **batch.inputs))
+    assert torch.equal(drafts[:1], draft_tokens(model, **batch.inputs, num_drafts=1))
+
+
+def test_a_model_with_k_layers_drafts_by_its_layers(any_tiny):
+    model, batch = any_tiny(mtp_layers=2), two_documents()
+    drafts = []
+    call = lambda: drafts.append(draft_tokens(model, **batch.inputs, num_drafts=2))  # noqa: E731
+    states = hidden_states_of(model, call)
+    wanted = [(state @ head_weight(model).t()).argmax(-1).t() for state in states]
+    assert torch.equal(drafts[0], torch.stack(wanted))
+
+
+# --------------------------------------------------------------------------------------------------
 # Several ranks
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 OBJECTIVES = ("cross_entropy", "total_variation")
 
 
 def one_training_step(tied, detach_trunk, objective, **overrides):
-    """What was recorded, {name: (gradient, the dimension that tensor parallelism cuts, or -1)}, and the drafts."""
+    """What was recorded, {name: (gradient, the dimension that is cut, or -1)}, and the drafts."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     model, batch = build_tiny(mtp_layers=2, tied=tied, **overrides), two_documents()
@@ -1246,15 +1291,19 @@ def one_training_step(tied, detach_trunk, objective, **overrides):
         loss = vocab_parallel_cross_entropy(logits.clone(), batch.targets["labels"])
         ((loss * batch.targets["loss_mask"]).sum() / 12).backward()
     depths = [{name: float(x) for name, x in depth.items()} for depth in mtp.depths]
-    cut = lambda p: p.partition_dim if getattr(p, "tensor_model_parallel", False) else -1  # noqa: E731
-    grads = {
-        name: (p.grad.clone(), cut(p)) for name, p in model.named_parameters() if p.grad is not None
-    }
+    grads = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            dim = p.partition_dim if getattr(p, "tensor_model_parallel", False) else -1
+            grads[name] = p.grad.clone(), dim
     return depths, grads, draft_tokens(model, **batch.inputs)
 
 
 def column_parallel_head(tp_size=1, sequence_parallel=False, **settings):
-    """A biased head of vocabulary 16 over hidden size 8. Tokens 4 and 12 (rank 0 and 1 of 2) tie and win everywhere."""
+    """A biased head of vocabulary 16 over hidden size 8.
+
+    Tokens 4 and 12 (rank 0 and 1 of 2) tie and win everywhere.
+    """
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -1282,7 +1331,7 @@ def column_parallel_head(tp_size=1, sequence_parallel=False, **settings):
 
 
 def head_cases(rank=0, tp_size=1):
-    """loss, correct and hidden gradient through heads that share the logits, gather them, or cut the sequence."""
+    """loss, correct, gradient: heads that share the logits, gather them, or cut the sequence."""
     hidden, _, targets, mask = random_slots(6, 2, h=8, vocab=16, num_counted=9)
     targets[0, :3], targets[1, :3], mask[:, :3] = 4, 12, 1
     settings = (dict(skip_bias_add=True), dict(skip_bias_add=False), dict(gather_output=True))
@@ -1409,7 +1458,7 @@ def context_parallel_rank(rank, cp_size):
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_zig_zag_shards_together_equal_the_undivided_batch(megatron, cp_size):
-    """Against mtp_mask.py, which rolls the whole buffer; documents of unequal length, ranks without a token."""
+    """Against mtp_mask.py, which rolls the whole buffer; some ranks are without a token."""
     weight = head_weight(build_tiny(mtp_layers=2)).detach()
     ranks = run_on_ranks(cp_size, context_parallel_rank, cp_size, context_parallel=cp_size)
     least = []
@@ -1474,9 +1523,9 @@ def test_data_parallel_gradients_with_denominator_sum_to_the_undivided_batchs(me
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # draft_tokens
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])

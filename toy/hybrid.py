@@ -1,8 +1,8 @@
-"""A tiny Megatron `HybridModel` with MTP on CPU: attention and MLP layers, local spec, megatron-core 0.18 and 0.19.
+"""A tiny Megatron `HybridModel` with MTP on CPU, from attention and MLP layers.
 
-Nothing here is a fix. Megatron ships a hybrid spec of Transformer Engine's parts alone, which want
-a GPU; this one is made of the parts that the local GPT spec has. Mamba layers want a GPU in any
-case, and no fix touches them.
+Nothing here is a fix. For megatron-core 0.18 and 0.19, which ship a hybrid spec of Transformer
+Engine's parts alone; those want a GPU, and this one is made of what the local GPT spec has. Mamba
+layers want a GPU in any case, and no fix touches them.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import toy.model
 
 
 def build_hybrid_model(hf_config, **overrides):
-    """The sizes of `hf_config` as a HybridModel: for each layer of MiMo an attention and an MLP layer.
+    """The sizes of `hf_config`; for each of its layers an attention layer and an MLP layer.
 
     overrides go to TransformerConfig. Names: decoder.final_norm where GPTModel has
     decoder.final_layernorm, mtp.layers.N.mtp_model_layer.layers.M where it has mtp_model_layer.
