@@ -438,7 +438,7 @@ def try_drop_mtp_weights(draw, model):
     )
     if answer is not REFUSED:
         kept = [name for name, _ in given["named_tensors"] if name not in mtp]
-        if repr(given["num_hidden_layers"]) == "1":
+        if repr(given["num_hidden_layers"]) in ("1", "0.5"):  # layer 1 is then beyond the trunk
             kept = [name for name in kept if ".layers.1." not in name]
         assert [name for name, _ in answer] == kept
 
