@@ -82,7 +82,7 @@ class Run:
     def finish(self):
         """Waits for a run that is to end well and to say nothing on stderr."""
         self.wait()
-        assert (self.code, self.stderr) == (0, "")
+        assert (self.code, self.stderr) == (0, ""), self.stderr
         return self
 
     def kill(self, which=signal.SIGKILL):
