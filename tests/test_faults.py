@@ -36,11 +36,6 @@ def command_line(pid):
     return ""
 
 
-def wait_until_gone(pid):
-    while children(pid):
-        time.sleep(0.1)
-
-
 def shared_memory():
     """Names in /dev/shm that no living process has mapped: what somebody left behind."""
     names, maps = os.listdir("/dev/shm"), ""
@@ -49,6 +44,16 @@ def shared_memory():
             maps += file.read_text()
     unmapped = {name for name in names if f"/dev/shm/{name}" not in maps}
     return unmapped & set(os.listdir("/dev/shm"))  # others come and go meanwhile
+
+
+def left_behind(run, before):
+    """What a run left in shared memory; what others have there comes and goes."""
+    while children(run.pid):
+        time.sleep(0.1)
+    deadline = time.monotonic() + 20
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
 
 
 def contents(folder):
@@ -124,8 +129,7 @@ def killed_engine(tmp_path_factory):
     """A run whose engine, in a process of its own, is killed in its fifth rollout."""
     out, before = tmp_path_factory.mktemp("killed") / "out", shared_memory()
     run = Run(out, *TINY, "--engine", "process", setup=KILL_ENGINE).wait()
-    wait_until_gone(run.pid)
-    run.left_behind = shared_memory() - before
+    run.left_behind = left_behind(run, before)
     return run
 
 
@@ -158,8 +162,7 @@ def test_no_signal_leaves_a_process_or_shared_memory(tmp_path, which, moment):
     else:
         os.kill(run.pid, which)
         assert run.wait().code == -which
-    wait_until_gone(run.pid)
-    assert shared_memory() <= before
+    assert left_behind(run, before) == set()
 
 
 # ---- A save that is none ------------------------------------------------------------------------

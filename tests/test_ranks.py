@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from test_faults import children, command_line, shared_memory, wait_until_gone
+from test_faults import children, command_line, left_behind, shared_memory
 from test_resume import ROOT, TINY, Run, whole, without_times
 
 import train_mimo
@@ -41,8 +41,7 @@ def test_several_ranks_give_the_metrics_of_one(whole_run, tmp_path, ranks, tenso
     before = shared_memory()
     argv = [*TINY, "--tensor-parallel", str(tensor_parallel)]
     run = Run(tmp_path / "out", *argv, setup=RANKS.format(ranks)).finish()
-    wait_until_gone(run.pid)
-    assert shared_memory() <= before
+    assert left_behind(run, before) == set()
     pairs = zip(without_times(run.lines()), without_times(whole_run.lines()), strict=True)
     for line, of_one in pairs:
         assert line == pytest.approx(of_one, rel=1e-4, abs=1e-4)
@@ -61,8 +60,7 @@ def test_two_ranks_go_on_from_a_save_bit_for_bit(tmp_path, tensor_parallel):
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     killed.wait()
-    wait_until_gone(killed.pid)
-    assert shared_memory() <= before
+    assert left_behind(killed, before) == set()
     run = Run(killed.out, "--resume", str(killed.out), setup=ranks).finish()
     assert without_times(run.lines()) == without_times(wanted.lines())
 
@@ -100,8 +98,7 @@ def test_a_failure_of_any_rank_ends_all_of_them_and_is_told(tmp_path, failing):
     stderr = torchrun.communicate()[1]
     assert torchrun.returncode != 0
     assert "RuntimeError: planted" in stderr and f"--resume {out}" in stderr
-    wait_until_gone(torchrun.pid)
-    assert shared_memory() <= before
+    assert left_behind(torchrun, before) == set()
 
 
 @pytest.mark.parametrize(
