@@ -145,14 +145,14 @@ def compare():
 
     import mtp_loss
 
-    plain = vars(mtp_loss._elementwise_steps(False))
     cuda = torch.cuda.is_available()
     step = torch.compile if cuda else lambda function: function
-    compiled = {name: step(function) for name, function in plain.items()}
+    compiled = {function: step(function) for function in mtp_loss._steps(False)}
+    names = mtp_loss._row_statistics, mtp_loss._softmax
     pairs = {"compile": compiled}
     if cuda or os.environ.get("TRITON_INTERPRET"):
         for label, pair in {"triton": _fused(), "in place": _fused(in_place=True)}.items():
-            pairs[label] = compiled | dict(zip(("row_statistics", "softmax"), pair, strict=True))
+            pairs[label] = compiled | dict(zip(names, pair, strict=True))
     stock = bench_mtp_loss.contestants
 
     def contestants(*args):
@@ -164,10 +164,8 @@ def compare():
             for label, pair in pairs.items():
                 if label == "compile" and name.endswith(" 2048"):  # its peak is over today's
                     continue
-                steps = types.SimpleNamespace(**pair)
-
-                def patched(run=run, steps=steps):
-                    how = "_elementwise_steps", lambda is_cuda: steps
+                def patched(run=run, steps=pair):
+                    how = "_steps", lambda is_cuda: steps
                     with unittest.mock.patch.object(mtp_loss, *how):
                         run()
 
