@@ -130,15 +130,15 @@ def run_arm(options, hf_config, dtype, save):
     settings = dict(num_drafts=num_drafts, max_num_seqs=max(options.batches))
     settings |= dict(max_model_len=PROMPT + 2 * options.tokens + 16, disable_log_stats=False)
     settings["worker_extension_cls"] = "bench_rollout7b.RatesWorker"
-    settings["speculative_config"] = {}
-    if options.device == "cuda" and num_drafts:
-        settings["speculative_config"] = {
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(SKYRL[:num_drafts]),
-        }
+    speculative = {}
+    if options.device == "cuda":
+        speculative["rejection_sample_method"] = "synthetic"
+        speculative["synthetic_acceptance_rates"] = list(SKYRL[:num_drafts])
     if arm.endswith("dynamic"):
         rate_sets.pop("ours", None)
-        settings["speculative_config"]["num_speculative_tokens_per_batch_size"] = DYNAMIC
+        speculative["num_speculative_tokens_per_batch_size"] = DYNAMIC
+    if num_drafts:
+        settings["speculative_config"] = speculative
     if options.device == "cuda":
         sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
         sizes = [size for size in sizes if size <= max(options.batches)]
