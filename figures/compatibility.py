@@ -87,9 +87,9 @@ def outcome(function):
 
 
 def loss(fixed):
-    import mtp_loss
+    from figures.gradients import measure_gradients
 
-    moved = mtp_loss.measure_gradients(True if fixed else None)
+    moved = measure_gradients(True if fixed else None)
     names = [
         n
         for n, mark in zip(("embedding", "trunk", "norm", "head", "MTP"), moved, strict=True)

@@ -2,7 +2,7 @@
 
     runs      python train_mimo.py ... --out runs/figures/NAME; its metrics.jsonl becomes figures/data/NAME.jsonl
     weights   what the MTP loss did to embedding, trunk and head, from the checkpoints of three of these runs
-    prints    what `python mtp_loss.py` and others print, as figures/data/mtp_loss.txt and so on
+    prints    what `python figures/gradients.py` and others print, as figures/data/mtp_loss.txt and so on
 
 Run     make figures                draws; with figures/data/ complete, as it is in git, in a few seconds
         make figures ARGS=--fresh   measures everything again: about 30 minutes on 2 cores. Stopped half-way, `make
@@ -39,10 +39,10 @@ RUNS |= {
 # With --drafter none no rollout depends on the MTP layer: whatever differs in the policy, the MTP loss did.
 WEIGHTS_OF = ("none-scale0", "none-0", "none-unfix-loss")
 PRINTS = {
-    "mtp_loss": "mtp_loss.py",
+    "mtp_loss": "figures/gradients.py",
     "mtp_mask": "mtp_mask.py",
     "bench_recompute": "benchmarks/bench_recompute.py",
-    "ref_disable": "ref_disable.py",
+    "ref_disable": "figures/demos.py reference",
 }
 SECONDS_A_RUN = 100  # on 2 idle cores, for the first guess of the time left
 RIGHT, WRONG, OTHER = (
