@@ -1,4 +1,4 @@
-"""Three drafts from one MTP layer: which training do they want? Runs, a figure and the README's table.
+"""Three drafts from one MTP layer: which training do they want? Runs, a figure and a table.
 
     arms      frozen     never pushed after warm-up
               depth 1    the layer is trained at depth 1 alone, as with one draft
@@ -9,8 +9,8 @@
     policy    plain, and with an entropy bonus that keeps its entropy near 1 nat
     seeds     0, 1, 2; each arm gets the same number of updates
 
-Run     python figures/compare_drafts.py  draws from figures/data/drafts.jsonl, after measuring what is
-                                                    missing there: about 45 minutes on 2 cores
+Run     python figures/compare_drafts.py    draws from figures/data/drafts.jsonl, after measuring
+                                            what is missing there: about an hour on 2 cores
 """
 
 import concurrent.futures
