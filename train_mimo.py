@@ -3,12 +3,13 @@
         warm-up  supervised, policy and MTP layer
            |
            v
-    +-> rollout  vLLM drafts with the MTP layer, verifies with the policy   toy/engine.py
-    |   scores   actor without its MTP block, reference without MTP       fix 4, ref_disable.py
-    |   replay   each accept / reject decision, predicted by the trainer  fix 6, spec_metrics.py
-    |   update   PPO + MTP loss that never moves the policy               fixes 1, 2: mtp_loss.py,
-    |            with recompute of MTP layers on packed sequences         mtp_mask.py; 3: mtp_recompute.py
-    +-- push     weights to vLLM's target and drafter, proven             fix 5, drafter_sync.py
+    +-> rollout  vLLM drafts with the MTP layer, verifies with the policy      toy/engine.py
+    |   scores   actor without its MTP block, reference without MTP       ref_disable.py    fix 4
+    |   replay   each accept / reject decision, predicted by the trainer  spec_metrics.py   fix 6
+    |   update   PPO + MTP loss that never moves the policy               mtp_loss.py       fix 1
+    |            on response tokens alone                                 mtp_mask.py       fix 2
+    |            with recompute of MTP layers on packed sequences         mtp_recompute.py  fix 3
+    +-- push     weights to vLLM's target and drafter, proven             drafter_sync.py   fix 5
 
 Task    Tokens are numbers modulo the vocabulary. Warm-up teaches "+1" (70 %) and "+2" (30 %); the
         reward of a response is its share of "+2" steps. PPO drives the policy away from what the

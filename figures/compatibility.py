@@ -189,7 +189,7 @@ def drafter(fixed):
 
 
 def vllm_mimo_mtp(weights, hf_config, ids_T, trunk_TD):
-    """Logits of one document's slots, as vllm 0.32.0's models/mimo_mtp.py and qwen2.py compute them.
+    """Logits of a document's slots, as vllm 0.32.0's/mimo_mtp.py and qwen2.py compute them.
 
     trunk_TD: before the final norm. The last slot has no next token: its logits mean nothing.
     """

@@ -34,7 +34,7 @@ def megatron():
 
 @pytest.fixture
 def tiny(megatron):
-    """tiny(mtp_layers=1, tied=False, **TransformerConfig overrides): a GPTModel, all weights random.
+    """tiny(mtp_layers=1, tied=False, **TransformerConfig overrides): a GPTModel, weights random.
 
     Norms too: ones hide which hidden state the MTP layer was fed, a zero bias hides a lost bias.
     """
@@ -76,7 +76,7 @@ def build_tiny(mtp_layers=1, tied=False, seed=0, vocab_size=64, **overrides):
 
 
 def run_on_ranks(world_size, function, *args, tensor_parallel=1, context_parallel=1):
-    """Runs a top-level `function(rank, *args)` in gloo processes; returns their results in order."""
+    """Runs a top-level `function(rank, *args)` in gloo processes; returns all results."""
     # A fork server imports torch and Megatron once: each further call takes a second, not ten.
     multiprocessing.set_forkserver_preload(
         ["toy.model", "megatron.core.models.gpt.gpt_layer_specs"]
