@@ -3,7 +3,7 @@
         warm-up  supervised, policy and MTP layer
            |
            v
-    +-> rollout  vLLM drafts with the MTP layer, verifies with the policy      toy/engine.py
+    +-> rollout  vLLM drafts with the MTP layer, verifies with the policy     toy/engine.py
     |   scores   actor without its MTP block, reference without MTP       ref_disable.py    fix 4
     |   replay   each accept / reject decision, predicted by the trainer  spec_metrics.py   fix 6
     |   update   PPO + MTP loss that never moves the policy               mtp_loss.py       fix 1
