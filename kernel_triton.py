@@ -11,7 +11,6 @@ Run   TRITON_INTERPRET=1 python kernel_triton.py     on a CPU: both against floa
 import functools
 import os
 import sys
-import types
 import unittest.mock
 
 import torch
@@ -164,6 +163,7 @@ def compare():
             for label, pair in pairs.items():
                 if label == "compile" and name.endswith(" 2048"):  # its peak is over today's
                     continue
+
                 def patched(run=run, steps=pair):
                     how = "_steps", lambda is_cuda: steps
                     with unittest.mock.patch.object(mtp_loss, *how):

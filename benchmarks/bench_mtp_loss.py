@@ -15,6 +15,8 @@ Run   python benchmarks/bench_mtp_loss.py             MiMo-7B's head in bf16 on 
 Out   OUT/mtp_loss_DEVICE.json
 """
 
+import importlib
+import importlib.util
 import statistics
 
 import common  # isort: skip, before torch: it sets paths
@@ -80,33 +82,20 @@ def contestants(states, weight, targets, masks, chunks):
         runs["floor", share] = lambda mask=masks[share]: floor(mask)
     for chunk in chunks:
         add(f"chunked {chunk}", chunked(chunk))
-    if states.is_cuda:
-        for name, others in (("Liger", liger), ("cut cross entropy", cut_cross_entropy)):
-            try:
-                loss_function = others()
-            except ImportError as error:
-                print(f"{name}: {error}")
-                continue
+    for name, module, function in (
+        ("Liger", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
+        ("cut cross entropy", "cut_cross_entropy", "linear_cross_entropy"),
+    ):
+        if states.is_cuda and importlib.util.find_spec(module.partition(".")[0]):
+            theirs = getattr(importlib.import_module(module), function)
 
-            def loss(mask, function=loss_function):
-                return function(states[:, 0], weight, targets[0].where(mask[0], IGNORE))
+            def loss(mask, theirs=theirs):
+                return theirs(states[:, 0], weight, targets[0].where(mask[0], IGNORE))
 
             add(name, loss)
     add("full logits", full, [1.0])
     add("Megatron", megatron(states, weight, targets), [1.0])
     return runs
-
-
-def liger():
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy
-
-
-def cut_cross_entropy():
-    from cut_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy
 
 
 def megatron(states, weight, targets):

@@ -15,7 +15,6 @@ Out   OUT/rollout_medium.json, or rollout_medium_k3.json for 3 drafts; rewritten
 """
 
 import dataclasses
-import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ import toy.task
 import train_mimo
 from drafter_sync import megatron_to_hf, sync_weights
 from mtp_loss import draft_tokens
-from spec_metrics import counts_from_vllm_counters, replay_acceptance, summarize
+from spec_metrics import replay_acceptance, summarize
 
 # Heads of 128, as MiMo-7B's. Learning rates: the smoke run's, and the usual ones of a model of this size.
 SIZES = {
@@ -131,26 +130,14 @@ def shift(trainer, reference, llm, args, options):
 # ---- Measuring ----------------------------------------------------------------------------------
 def measure(llm, arm, args, options, save):
     """One row a batch size: tokens a second, acceptance by position."""
-    from vllm import SamplingParams
-
-    tokens, rows = args.response_tokens, []
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    rows = []
     for batch in options.batches:
         generator = torch.Generator().manual_seed(7)  # the same prompts for every arm
         pairs = toy.task.make_prompts(batch, 4, args.symbols, generator)
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in pairs]
-        llm.generate(prompts, params, use_tqdm=False)  # compiles, captures, grows caches
-        before, seconds = llm.get_metrics(), []
-        for _ in range(options.repeats):
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds.append(time.perf_counter() - began)
-            if {len(output.outputs[0].token_ids) for output in outputs} != {tokens}:
-                raise RuntimeError(f"a response has not {tokens} tokens: no rate can be given")
-        counts = counts_from_vllm_counters(before, llm.get_metrics())
-        row = {"arm": arm, "batch": batch, "seconds": seconds}
-        row["tokens_per_s"] = batch * tokens / statistics.median(seconds)
-        rows.append(row | (summarize([counts]) if counts else {}))
+        batches = [prompt for prompt, _ in pairs], [args.response_tokens] * batch
+        common.timed_rollout(llm, *batches, 1)  # compiles, captures, grows caches
+        row = {"arm": arm, "batch": batch} | common.timed_rollout(llm, *batches, options.repeats)
+        rows.append(row)
         print(f"{arm} batch {batch}: {row['tokens_per_s']:,.0f} tokens/s", flush=True)
         save(**{arm: rows})
 
@@ -255,11 +242,8 @@ def main():
             errors |= {part: found["error"]} if "error" in found else {}
             result |= found | {"seconds": time.perf_counter() - began}
             common.write_json(path, result)
-    base = {row["batch"]: row["tokens_per_s"] for row in result.get("none", [])}
     rows = [row for arm in ("none", "frozen", "synced") for row in result.get(arm, [])]
-    for row in rows:
-        if row["batch"] in base:
-            row["speedup"] = row["tokens_per_s"] / base[row["batch"]]
+    common.with_speedups(rows, "batch")
     common.write_json(path, result)
     rates = [f"spec/accept_rate_pos_{j + 1}" for j in range(options.drafts)]
     common.table(

@@ -1,8 +1,8 @@
 """What drafting k tokens gives a rollout at MiMo-7B's shape, if drafts are accepted at rates known from elsewhere.
 
     none             no drafter               all engines start at once, one process each; then they
-    k=1, k=2, k=3    so many drafts a step    are measured in turn, while the others wait
-    k=3 dynamic      3 up to batch 32, then 0 (num_speculative_tokens_per_batch_size)
+    k1, k2, k3       so many drafts a step    are measured in turn, while the others wait
+    k3-dynamic       3 up to batch 32, then 0 (num_speculative_tokens_per_batch_size)
 
 Weights are dummies, so acceptance is drawn: vLLM's rejection_sample_method="synthetic" accepts position j with the given
 probability, whatever was drafted. Its synthetic_acceptance_rates are unconditional: j of them give the share of steps
@@ -20,7 +20,6 @@ import json
 import math
 import os
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -30,9 +29,8 @@ import torch
 
 import toy.model
 from drafter_sync import DrafterSyncExtension
-from spec_metrics import counts_from_vllm_counters, summarize
 
-ARMS = ("none", "k=1", "k=2", "k=3", "k=3 dynamic")
+ARMS = ("none", "k1", "k2", "k3", "k3-dynamic")
 SKYRL = (0.886, 0.770, 0.663)  # its per-position rates; unconditional, or their ratios would rise
 DYNAMIC = [(1, 32, 3), (33, 1024, 0)]  # first batch size, last, drafts
 PROMPT = 32  # tokens
@@ -58,12 +56,9 @@ def measured_rates(path, num):
     if not os.path.exists(path):
         return None
     rows = json.loads(pathlib.Path(path).read_text()).get("synced", [])
-    rates = [
-        [row[f"spec/accept_rate_pos_{j + 1}"] for j in range(num)]
-        for row in rows
-        if f"spec/accept_rate_pos_{num}" in row
-    ]
-    return rates[len(rates) // 2] if rates else None
+    last = f"spec/accept_rate_pos_{num}"
+    rows = [row for row in rows if last in row and row["batch"] == 32]
+    return rows and [rows[0][last[:-1] + str(j + 1)] for j in range(num)]
 
 
 def lognormal_lengths(num, longest):
@@ -74,26 +69,6 @@ def lognormal_lengths(num, longest):
     return shuffled.round().clamp(min=1).int().tolist()
 
 
-def rollout(llm, lengths, vocab):
-    """Seconds of one batch of requests, and the engine's counts."""
-    from vllm import SamplingParams
-
-    how = dict(temperature=1.0, ignore_eos=True, detokenize=False)
-    params = [SamplingParams(max_tokens=length, **how) for length in lengths]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab, (len(lengths), PROMPT), generator=generator).tolist()
-    prompts = [{"prompt_token_ids": prompt} for prompt in tokens]
-    before, began = llm.get_metrics(), time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - began
-    came = [len(output.outputs[0].token_ids) for output in outputs]
-    if came != lengths:
-        raise RuntimeError(
-            f"responses of {came} tokens came, wanted {lengths}: no rate can be given"
-        )
-    return seconds, counts_from_vllm_counters(before, llm.get_metrics())
-
-
 def measure(llm, arm, options, hf_config, rate_sets, save):
     rows, vocab = [], hf_config["vocab_size"]
     for source, rates in rate_sets.items():
@@ -102,18 +77,12 @@ def measure(llm, arm, options, hf_config, rate_sets, save):
         for batch in options.batches:
             kinds = {"equal": [options.tokens] * batch}
             kinds["mix"] = lognormal_lengths(batch, 2 * options.tokens)
-            rollout(llm, [16] * batch, vocab)  # a warm-up: graphs are captured, kernels compiled
+            generator = torch.Generator().manual_seed(0)
+            prompts = torch.randint(vocab, (batch, PROMPT), generator=generator).tolist()
+            common.timed_rollout(llm, prompts, [16] * batch, 1)  # compiles kernels
             for kind, lengths in kinds.items():
-                results = [rollout(llm, lengths, vocab) for _ in range(options.repeats)]
-                seconds = statistics.median(seconds for seconds, _ in results)
                 row = {"arm": arm, "rates": source, "batch": batch, "lengths": kind}
-                row |= {"seconds": seconds, "tokens_per_s": sum(lengths) / seconds}
-                if results[-1][1] is not None:
-                    row |= {
-                        key: value
-                        for key, value in summarize([results[-1][1]]).items()
-                        if key.startswith(("spec/accept_length_micro", "spec/accept_rate_pos"))
-                    }
+                row |= common.timed_rollout(llm, prompts, lengths, options.repeats)
                 rows.append(row)
                 save(rows=rows)
 
@@ -121,7 +90,7 @@ def measure(llm, arm, options, hf_config, rate_sets, save):
 def run_arm(options, hf_config, dtype, save):
     """In a child. Its part is named ARM or ARM/piecewise."""
     arm, _, piecewise = options.part.partition("/")
-    num_drafts = int(arm[2]) if arm != "none" else 0
+    num_drafts = int(arm[1]) if arm != "none" else 0
     rate_sets = {"none": None}
     if num_drafts:
         rate_sets = {"SkyRL": SKYRL[:num_drafts], "ours": options.rates[:num_drafts]}
@@ -179,24 +148,11 @@ def start_all(arms, work, deadline):
     return {arm: ready[arm] for arm in arms if arm in ready}, failed
 
 
-def with_speedups(rows):
-    """Each row's tokens a second by those of no drafter."""
-    base = {
-        (row["batch"], row["lengths"]): row["tokens_per_s"] for row in rows if row["arm"] == "none"
-    }
-    for row in rows:
-        if none := base.get((row["batch"], row["lengths"])):
-            row["speedup"] = row["tokens_per_s"] / none
-    return rows
-
-
 def main():
     parser = common.parser(__doc__)
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument(
-        "--tokens", type=int, default=512, help="of a response; the mix's longest: 2x"
-    )
+    parser.add_argument("--tokens", type=int, default=512, help="of a response; the mix: up to 2x")
     parser.add_argument("--rates", type=float, nargs=3, help="ours, of positions 1 to 3")
     parser.add_argument("--rates-from", default=f"{common.RESULTS}/rollout_medium.json")
     options = parser.parse_args()
@@ -210,13 +166,10 @@ def main():
         common.child_main(lambda save: run_arm(options, hf_config, dtype, save), options)
 
     began, rows, parts = time.perf_counter(), [], {}
-    result = {
-        "benchmark": "rollout7b",
-        "tokens": options.tokens,
-        "skyrl": SKYRL,
-        "ours": options.rates,
-    }
-    result |= common.provenance(options.device, options.commit)
+    result = {"benchmark": "rollout7b", "tokens": options.tokens}
+    result |= {"skyrl": SKYRL, "ours": options.rates} | common.provenance(
+        options.device, options.commit
+    )
     at_once = AT_ONCE if options.device == "cuda" else 1
     with tempfile.TemporaryDirectory(prefix="bench_") as work:
         for first in range(0, len(options.arms), at_once):
@@ -230,10 +183,10 @@ def main():
                 parts[arm] = common.end_child(child, part, work, left)
                 rows += parts[arm].pop("rows", [])
                 result |= {"seconds": time.perf_counter() - began, "parts": parts}
-                result["rows"] = with_speedups(rows)
+                result["rows"] = common.with_speedups(rows, "batch", "lengths")
                 common.write_json(f"{options.out}/rollout7b.json", result)
     columns = ["arm", "rates", "batch", "lengths", "tokens_per_s", "spec/accept_length_micro"]
-    common.table(with_speedups(rows), [*columns, "speedup"])
+    common.table(common.with_speedups(rows, "batch", "lengths"), [*columns, "speedup"])
     print(f"{result.get('seconds', 0):.0f} s")
     failures = [f"{arm}: {part['error']}" for arm, part in parts.items() if "error" in part]
     sys.exit("\n".join(failures) or 0)

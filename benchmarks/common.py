@@ -30,6 +30,7 @@ import torch  # noqa: E402
 
 import toy.model  # noqa: E402
 from drafter_sync import megatron_to_hf  # noqa: E402
+from spec_metrics import counts_from_vllm_counters, summarize  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 GB = 1e9
@@ -228,7 +229,11 @@ def copy_rate(tensors, device, repeats):
             others[name].copy_(tensor)
 
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return num_bytes / median_seconds(device, run, max(3, repeats)) / GB
+    rate = num_bytes / median_seconds(device, run, max(3, repeats)) / GB
+    others.clear()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the engine
+    return rate
 
 
 def start_engine(folder, hf_config, dtype, **settings):
@@ -254,3 +259,31 @@ def start_engine(folder, hf_config, dtype, **settings):
     }
     print("engine:", facts, flush=True)
     return llm, facts
+
+
+def timed_rollout(llm, prompts, lengths, repeats):
+    """Tokens a second of one batch at temperature 1, and its acceptance by the engine's own counters."""
+    from vllm import SamplingParams
+
+    how = dict(temperature=1.0, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(max_tokens=length, **how) for length in lengths]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    before, times = llm.get_metrics(), []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        times.append(time.perf_counter() - began)
+        if [len(output.outputs[0].token_ids) for output in outputs] != lengths:
+            raise RuntimeError("responses have other lengths than asked for: no rate can be given")
+    counts = counts_from_vllm_counters(before, llm.get_metrics())
+    row = {"seconds": times, "tokens_per_s": sum(lengths) / statistics.median(times)}
+    return row | (summarize([counts]) if counts else {})
+
+
+def with_speedups(rows, *keys):
+    """Each row's tokens a second by those of arm "none" where `keys` are the same."""
+    base = {tuple(row[key] for key in keys): row for row in rows if row["arm"] == "none"}
+    for row in rows:
+        if none := base.get(tuple(row[key] for key in keys)):
+            row["speedup"] = row["tokens_per_s"] / none["tokens_per_s"]
+    return rows
