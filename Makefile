@@ -36,7 +36,7 @@ train: $(VENV_READY) ## install what is missing, then run train_mimo.py (ARGS="-
 	$(PYTHON) train_mimo.py $(ARGS)
 
 test: $(VENV_READY) ## every test but the slow ones
-	$(PYTHON) -m pytest -m "not slow and not verl" $(ARGS)
+	$(PYTHON) -m pytest -m "not slow and not verl and not drafters" $(ARGS)
 
 test-releases: $(VENV_READY) ## the Megatron tests on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2, JOBS=2 at a time
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(JOBS) $(RELEASES:%=release-%)
@@ -51,6 +51,7 @@ check: $(VENV_READY) ## ruff: lint and format
 
 figures: $(VENV_READY) ## draw the README's figures
 	$(PYTHON) figures/make_figures.py $(ARGS)
+	$(PYTHON) figures/compare_drafts.py
 
 lock: $(UV_READY) ## recompile requirements.txt from its head (ARGS="--upgrade" takes newer releases)
 	@for key in in override exclude; do sed -n "s/^#$$key  *//p" requirements.txt | tr ' ' '\n' > .uv/$$key; done

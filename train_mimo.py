@@ -1,20 +1,23 @@
-"""MTP inside RL, end to end: Megatron trains a small MiMo with PPO, vLLM samples with its MTP drafter, on one node.
+"""MTP inside RL, end to end: Megatron trains a small MiMo, vLLM samples with its MTP drafter.
 
         warm-up  supervised, policy and MTP layer
            |
            v
-    +-> rollout   vLLM drafts with the MTP layer, verifies with the policy    toy/engine.py
-    |   scores    actor without its MTP block, reference without MTP layers   ref_disable.py (fix 4)
-    |   replay    each accept / reject decision, predicted by the trainer     spec_metrics.py (fix 6)
-    |   update    PPO + MTP loss that never moves the policy                  mtp_loss.py, mtp_mask.py (1, 2)
-    |             with recompute of MTP layers on packed sequences            mtp_recompute.py (fix 3)
-    +-- push      weights to vLLM's target and drafter, proven                drafter_sync.py (fix 5)
+    +-> rollout  vLLM drafts with the MTP layer, verifies with the policy     toy/engine.py
+    |   scores   actor without its MTP block, reference without MTP       ref_disable.py    fix 4
+    |   replay   each accept / reject decision, predicted by the trainer  spec_metrics.py   fix 6
+    |   update   PPO + MTP loss that never moves the policy               mtp_loss.py       fix 1
+    |            on response tokens alone                                 mtp_mask.py       fix 2
+    |            with recompute of MTP layers on packed sequences         mtp_recompute.py  fix 3
+    +-- push     weights to vLLM's target and drafter, proven             drafter_sync.py   fix 5
 
-Task    Tokens are numbers modulo the vocabulary. Warm-up teaches "+1" (70 %) and "+2" (30 %); the reward of a
-        response is its share of "+2" steps. PPO drives the policy away from what the drafter learned at first.
-Run     python train_mimo.py                   about 2 minutes on 2 cores; --help explains every argument
-        python train_mimo.py --unfix loss      the same with a fix taken out
-        torchrun --nproc-per-node 4 train_mimo.py --tensor-parallel 2     2 ranks a model, 2 such pairs
+Task    Tokens are numbers modulo the vocabulary. Warm-up teaches "+1" (70 %) and "+2" (30 %); the
+        reward of a response is its share of "+2" steps. PPO drives the policy away from what the
+        drafter learned at first.
+Run     python train_mimo.py                2 minutes on 2 cores; --help explains every argument
+        python train_mimo.py --drafts 3     three drafts from the one MTP layer, mtp_recursion.py
+        python train_mimo.py --unfix loss   the same with a fix taken out
+        torchrun --nproc-per-node 4 train_mimo.py --tensor-parallel 2    2 ranks a model, 2 pairs
 Output  OUT/metrics.jsonl (one line a step), OUT/curves.png, OUT/checkpoint/ (loads in stock vLLM)
 """
 

@@ -1,18 +1,18 @@
-"""The README's compatibility table: each symptom on each megatron-core release, stock and fixed, measured.
+"""Each symptom on each megatron-core release, stock and fixed, measured.
 
     1 loss       which parameters get a gradient from the MTP loss (policy loss times 0)
     2 mask       labels that a padded pack gets wrong: Megatron's roll_tensor, and depth_targets
-    3 recompute  full recompute of a packed step; the largest gradient difference from one without recompute
+    3 recompute  full recompute of a packed step; the largest gradient difference from one without
     4 reference  MTP layers run in a log-prob pass, which has no labels
-    5 drafter    largest difference of depth 1's logits from vLLM's MiMo layer, written out in plain torch below
-    6 metrics    the rate of the example at the head of spec_metrics.py; no Megatron in it, so no release matters
+    5 drafter    depth 1's logits against vLLM's MiMo layer, written out in plain torch below
+    6 metrics    the rate of the example at the head of spec_metrics.py; no Megatron in it
 
-Each release is measured in a process of its own, with its folder first on PYTHONPATH. vLLM is not started: whether it
-drafts what this module computes is what tests/test_drafter_sync.py asks the running engine.
+Each release is measured in a process of its own, with its folder first on PYTHONPATH. vLLM is not
+started: whether it drafts what this computes, tests/test_drafter_sync.py asks the running engine.
 
-Run     make test-releases                                  once: it installs the releases into .releases/
-        .venv/bin/python figures/compatibility.py           a minute; prints figures/data/compatibility.md and keeps it
-        .venv/bin/python figures/compatibility.py --overlays DIR    with DIR/VERSION or DIR/mcore-VERSION instead
+Run     make test-releases                           once: it installs the releases into .releases/
+        .venv/bin/python figures/compatibility.py    a minute; keeps figures/data/compatibility.md
+        --overlays DIR takes DIR/VERSION or DIR/mcore-VERSION instead
 """
 
 import argparse
@@ -38,9 +38,9 @@ SYMPTOMS = {
 DOCUMENTS = [[(7 * i + 3) % 64 for i in range(n)] for n in (16, 24, 12)]
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In the release's own process
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def measure():
@@ -53,7 +53,7 @@ def measure():
 
 
 def build(**settings):
-    """A tiny MiMo with every weight random; norms too, since norms of ones hide which state the MTP layer is fed."""
+    """A tiny MiMo, every weight random: norms of ones hide which state the MTP layer is fed."""
     import torch
 
     import toy.model
@@ -87,9 +87,9 @@ def outcome(function):
 
 
 def loss(fixed):
-    import mtp_loss
+    from figures.gradients import measure_gradients
 
-    moved = mtp_loss.measure_gradients(True if fixed else None)
+    moved = measure_gradients(True if fixed else None)
     names = [
         n
         for n, mark in zip(("embedding", "trunk", "norm", "head", "MTP"), moved, strict=True)
@@ -189,9 +189,9 @@ def drafter(fixed):
 
 
 def vllm_mimo_mtp(weights, hf_config, ids_T, trunk_TD):
-    """Logits of one document's slots, as vllm 0.32.0 model_executor/models/mimo_mtp.py and qwen2.py compute them.
+    """Logits of a document's slots, as vllm 0.32.0's/mimo_mtp.py and qwen2.py compute them.
 
-    trunk_TD is the state before the final norm. The last slot has no next token: its logits mean nothing.
+    trunk_TD: before the final norm. The last slot has no next token: its logits mean nothing.
     """
     import torch
     import torch.nn.functional as F
@@ -244,16 +244,17 @@ def metrics(fixed):
     columns = [12, 0, 3], [9, 0, 0], [4, 0, 1]
     if not fixed:
         return f"{compute_spec_decode_metrics(*columns)['rollout/spec_accept_rate']:.3f}"
-    return f"{summarize([SpecCounts(*row) for row in zip(*columns, strict=True)])['spec/accept_rate_micro']:.3f}"
+    counts = [SpecCounts(*row) for row in zip(*columns, strict=True)]
+    return f"{summarize(counts)['spec/accept_rate_micro']:.3f}"
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_release(version, overlays):
-    """Runs this file again with the release first on the path; one without a folder must be the environment's own."""
+    """Runs this file again with the release first on the path."""
     folders = [
         overlays / name for name in (version, f"mcore-{version}") if (overlays / name).is_dir()
     ]
@@ -262,14 +263,10 @@ def measure_release(version, overlays):
     command = [sys.executable, __file__, "--measure"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(
-            f"{done.stderr[-3000:]}\ncompatibility.py: megatron-core {version} could not be measured"
-        )
+        sys.exit(f"{done.stderr[-3000:]}\nmegatron-core {version} could not be measured")
     result = json.loads(done.stdout.splitlines()[-1])
     if result["version"] != version:
-        sys.exit(
-            f"megatron-core {version} is neither in {overlays} nor installed: run `make test-releases` first"
-        )
+        sys.exit(f"megatron-core {version} is not in {overlays}: run `make test-releases` first")
     return result["cells"]
 
 

@@ -1,12 +1,12 @@
 """Draws the README's pictures from figures/data/, after measuring whatever is missing there.
 
-    runs      python train_mimo.py ... --out runs/figures/NAME; its metrics.jsonl becomes figures/data/NAME.jsonl
-    weights   what the MTP loss did to embedding, trunk and head, from the checkpoints of three of these runs
-    prints    what `python mtp_loss.py` and others print, as figures/data/mtp_loss.txt and so on
+    runs      train_mimo.py ... --out runs/figures/NAME; its metrics become figures/data/NAME.jsonl
+    weights   what the MTP loss did to the policy, from the checkpoints of three of these runs
+    prints    what figures/gradients.py and others print, as figures/data/mtp_loss.txt and so on
 
-Run     make figures                draws; with figures/data/ complete, as it is in git, in a few seconds
-        make figures ARGS=--fresh   measures everything again: about 30 minutes on 2 cores. Stopped half-way, `make
-                                    figures` goes on with what is missing; a run that was not finished starts anew.
+Run     make figures                draws; with figures/data/ complete, as in git, in a few seconds
+        make figures ARGS=--fresh   measures all of it again: about 30 minutes on 2 cores; stopped
+                                    half-way, `make figures` goes on with what is missing
 """
 
 import argparse
@@ -36,13 +36,13 @@ RUNS |= {
     "none-scale0": "--drafter none --mtp-scale 0",
     "none-unfix-loss": "--drafter none --unfix loss",
 }
-# With --drafter none no rollout depends on the MTP layer: whatever differs in the policy, the MTP loss did.
+# With --drafter none no rollout depends on the MTP layer: what differs, the MTP loss did.
 WEIGHTS_OF = ("none-scale0", "none-0", "none-unfix-loss")
 PRINTS = {
-    "mtp_loss": "mtp_loss.py",
+    "mtp_loss": "figures/gradients.py",
     "mtp_mask": "mtp_mask.py",
     "bench_recompute": "benchmarks/bench_recompute.py",
-    "ref_disable": "ref_disable.py",
+    "ref_disable": "figures/demos.py reference",
 }
 SECONDS_A_RUN = 100  # on 2 idle cores, for the first guess of the time left
 RIGHT, WRONG, OTHER = (
@@ -53,13 +53,13 @@ RIGHT, WRONG, OTHER = (
 WIDTH, DPI = 7.6, 100  # 760 pixels
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Measuring
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def call(command, stdout, log):
-    """Runs a command of this repository; if it fails, says so with the end of what it wrote and stops."""
+    """Runs a command of this repository; if it fails, shows the end of what it wrote and stops."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "NO_VCS_VERSION": "1",
@@ -92,7 +92,7 @@ def print_of(name):
 
 
 def weigh():
-    """Frobenius distances of the policy from that of the run whose MTP loss weighs 0; 0.0 means bit for bit."""
+    """Frobenius distances of the policy from that of the run whose MTP loss weighs 0."""
     from safetensors.torch import load_file
 
     loaded = {
@@ -159,9 +159,9 @@ def measure():
         weigh()
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Drawing
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def series(name, key):
@@ -242,7 +242,7 @@ def headline():
 
 
 def figure_loss():
-    """Fix 1: which parameters the MTP loss moves, and how far a whole run's policy ended from where it should."""
+    """Fix 1: which parameters the MTP loss moves, and how far a whole run's policy was moved."""
     figure, (left, right) = canvas(2.9, 1, 2, width_ratios=(3, 4))
     row = next(
         line for line in print_lines("mtp_loss") if line.split()[:3] == ["untied", "1", "none"]
@@ -292,7 +292,7 @@ def figure_loss():
 
 
 def figure_mask():
-    """Fix 2: the slots of one document that train depth 1, and the share of prompt tokens in a run."""
+    """Fix 2: the slots of a document that train depth 1, the share of prompt tokens in a run."""
     figure, (top, bottom) = canvas(4.2, 2, height_ratios=(4, 3))
     rows = {line.split()[0]: line.split()[1:9] for line in print_lines("mtp_mask")[:5]}
     num_prompt = rows["token"].count("P")
@@ -392,7 +392,7 @@ def figure_reference():
 
 
 def figure_drafter():
-    """Fix 5: how many of the engine's accept / reject decisions the trainer's own drafts predict, and acceptance."""
+    """Fix 5: how many of the engine's decisions the trainer's drafts predict, and acceptance."""
     figure, panels = canvas(4.6, 2, sharex=True)
     runs = {
         "synced-0": (RIGHT, "-", "fixed"),

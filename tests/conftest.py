@@ -1,4 +1,4 @@
-"""Shared by all tests: Megatron on one gloo rank, a tiny MiMo, and a way to run a function on several ranks."""
+"""Shared by all tests: Megatron on one gloo rank, a tiny MiMo, functions run on several ranks."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from drafter_sync import megatron_to_hf
 from toy.model import build_model, init_megatron, mimo_config
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Two workers of vLLM on one NUMA node: it would look for one node each. vLLM reads this once a process.
+# Two workers of vLLM on one NUMA node: it would look for one node each. Read once a process.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -34,15 +34,15 @@ def megatron():
 
 @pytest.fixture
 def tiny(megatron):
-    """tiny(mtp_layers=1, tied=False, **TransformerConfig overrides) -> a GPTModel with every weight random, norms too.
+    """tiny(mtp_layers=1, tied=False, **TransformerConfig overrides): a GPTModel, weights random.
 
-    A norm weight of all ones hides which hidden state the MTP layer was fed (facts.md), a zero bias hides a lost bias.
+    Norms too: ones hide which hidden state the MTP layer was fed, a zero bias hides a lost bias.
     """
     return build_tiny
 
 
 def build_tiny(mtp_layers=1, tied=False, seed=0, vocab_size=64, **overrides):
-    """The same weights for every tensor-parallel size: each is drawn whole from its name, then cut to this rank."""
+    """The same weights for every tensor-parallel size: drawn whole from the name, then cut."""
     config = mimo_config(
         hidden_size=64,
         num_heads=2,
@@ -76,8 +76,8 @@ def build_tiny(mtp_layers=1, tied=False, seed=0, vocab_size=64, **overrides):
 
 
 def run_on_ranks(world_size, function, *args, tensor_parallel=1, context_parallel=1):
-    """Runs `function(rank, *args)` (a top-level one) in `world_size` gloo processes; returns their results in order."""
-    # A fork server imports torch and Megatron once, so that each further call takes a second instead of ten.
+    """Runs a top-level `function(rank, *args)` in gloo processes; returns all results."""
+    # A fork server imports torch and Megatron once: each further call takes a second, not ten.
     multiprocessing.set_forkserver_preload(
         ["toy.model", "megatron.core.models.gpt.gpt_layer_specs"]
     )
@@ -104,9 +104,9 @@ def _rank(rank, world_size, tensor_parallel, context_parallel, folder, function,
 
 @pytest.fixture(scope="session")
 def engine(megatron, tmp_path_factory):
-    """(llm, model, hf_config): vLLM in this process on a tiny MiMo with random weights, and the trainer's model of it.
+    """(llm, model, hf_config): vLLM in this process on a tiny MiMo, and the trainer's model of it.
 
-    One a session: a start takes 20 s. Tests may push what they like; each begins with `random_weights` and a push.
+    One a session: a start takes 20 s. Each test begins with `random_weights` and a push.
     """
     hf_config = mimo_config()
     model = build_model(hf_config)
@@ -121,7 +121,7 @@ def engine(megatron, tmp_path_factory):
 
 
 def random_weights(model, seed):
-    """Every weight anew, norms and biases too; large enough that a greedy continuation does not repeat itself."""
+    """Every weight anew, norms and biases too; large enough that greedy text does not repeat."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

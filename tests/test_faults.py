@@ -47,12 +47,13 @@ def shared_memory():
 
 
 def left_behind(run, before):
-    """What a run left in shared memory; what others have there comes and goes."""
+    """What a run left in shared memory; what others have there comes and goes within seconds."""
     while children(run.pid):
         time.sleep(0.1)
-    deadline = time.monotonic() + 20
-    while (left := shared_memory() - before) and time.monotonic() < deadline:
+    deadline, left = time.monotonic() + 20, shared_memory() - before
+    while left and time.monotonic() < deadline:
         time.sleep(0.5)
+        left &= shared_memory()
     return left
 
 

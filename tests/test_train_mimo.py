@@ -26,7 +26,7 @@ from spec_metrics import counts_from_vllm, counts_from_vllm_counters, replay_acc
 from toy.before import unswap
 from toy.model import build_model, copies, forward, mimo_config
 from toy.ppo import estimate_advantages, label_logprobs
-from toy.report import columns
+from toy.report import columns, read_baseline, report
 from toy.task import make_prompts, token_rewards
 from train_mimo import Args
 
@@ -151,6 +151,20 @@ def test_the_screen_says_what_the_reference_saves(short_run, megatron):
 def test_the_same_arguments_twice_give_the_same_numbers(short_run, tmp_path):
     again = Run(tmp_path / "out", *SHORT).finish()
     assert without_times(again.lines()) == without_times(short_run.lines)
+
+
+def test_with_a_baseline_each_step_reports_the_speed_up(megatron, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    rates = [90, 100, 400]
+    lines = [json.dumps({"rollout_tokens_per_s": rate}) + "\n" for rate in rates]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    args = Args(out=str(out), baseline=str(tmp_path))
+    samples = [{"response": [1] * 300}]
+    report(0, {}, samples, [0.0, 2.0, 2.5, 3.5], read_baseline(args), args)
+    line = json.loads((out / "metrics.jsonl").read_text())
+    assert line.pop("rollout_tokens_per_s") == 150 and line.pop("spec/speedup_measured") == 1.5
+    assert line == dict(step=0, rollout_s=2.0, train_s=0.5, sync_s=1.0)
 
 
 QUICK = "--steps 3 --warmup-steps 40 --prompts 16 --lr 4e-3".split()

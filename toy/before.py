@@ -1,4 +1,4 @@
-"""What `train_mimo.py --unfix` puts back: the behaviour before a fix, where taking the fix out is not enough."""
+"""What `train_mimo.py --unfix` puts back, where taking the fix out is not enough."""
 
 import contextlib
 

@@ -1,7 +1,8 @@
-"""A vLLM engine that starts in seconds and ends with its trainer: environment, signals, dead-engine watch.
+"""A vLLM engine that starts in seconds and ends with its trainer: environment, signals, watch.
 
-Nothing here is a fix. Import it before torch and vLLM, in the main file too: both read their environment when they are
-imported, and an engine in a process of its own imports the main file first. Imports none of the fixes.
+Nothing here is a fix. Import it before torch and vLLM, in the main file too: both read their
+environment when they are imported, and an engine in a process of its own imports the main file
+first. Imports none of the fixes.
 """
 
 import collections
@@ -69,10 +70,10 @@ def write_config(folder, hf_config, dtype):
 def start_engine(
     folder, *, process=False, num_drafts=1, dtype="float32", max_num_seqs=256, **overrides
 ):
-    """Stock `vllm.LLM` on a checkpoint folder; in this process, or (process=True) in one of its own.
+    """Stock `vllm.LLM` on a checkpoint folder; in this process or (process=True) its own.
 
     num_drafts  tokens that the MTP layer drafts a step; 0 samples without speculation.
-    overrides   go to vllm.LLM; speculative_config's entries are merged into what num_drafts makes of it.
+    overrides   go to vllm.LLM; speculative_config's entries are merged into ours.
     """
     set_environment(process)
     import vllm
@@ -128,7 +129,7 @@ def end_at_once(*unused):
 
 
 def end_generate(resources, outputs):
-    """Ends a LLM.generate whose engine's process died, as vLLM's async client does; 0.32's own waits for ever."""
+    """Ends a LLM.generate whose engine's process died; 0.32's own waits for ever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     while not resources.engine_dead:
@@ -149,7 +150,7 @@ def generate(llm, prompts, params):
             record = output.outputs[0].spec_decode_metrics
             yield output, record and record.per_step_accepted, record and record.per_step_drafted
         return
-    # vLLM 0.25.1 keeps no record: step the engine by hand and see how many tokens each request gains.
+    # vLLM 0.25.1 keeps no record: step the engine and see how many tokens each request gains.
     lengths, last = collections.defaultdict(lambda: [0]), {}
     for i, (request, param) in enumerate(zip(inputs, params, strict=True)):
         llm.llm_engine.add_request(str(i), request, param)

@@ -1,7 +1,7 @@
-"""The small MiMo in Megatron: config, process groups, attention core, packing. CPU or CUDA, packed or dense.
+"""The small MiMo in Megatron: config, process groups, attention core, packing; CPU or CUDA.
 
-Nothing here is a fix. It is what a codebase that trains with Megatron has already, made as small as it gets, so that
-the fixes can be seen to work on any machine. Stands beside the fixes and imports none of them.
+Nothing here is a fix. It is what a codebase that trains with Megatron has already, made as small as
+it gets, so that the fixes can be seen to work on any machine. Imports none of the fixes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def mimo_config(
     mtp_layers=1,
     tied=False,
 ):
-    """A Hugging Face `config.json` in MiMo's layout, as a dict; it drives Megatron and vLLM alike."""
+    """A Hugging Face `config.json` in MiMo's layout, a dict; it drives Megatron and vLLM."""
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "mimo",
@@ -123,7 +123,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def build_model(hf_config, *, mtp=True, tensor_parallel=1, dtype=torch.float32, **overrides):
-    """A Megatron `GPTModel` of MiMo's architecture (local spec); `overrides` go to `TransformerConfig`."""
+    """A `GPTModel` of MiMo's architecture (local spec); overrides go to `TransformerConfig`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,

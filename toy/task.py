@@ -1,7 +1,7 @@
 """The task: counting. Warm-up teaches mostly "+1"; the reward is the share of "+2" steps.
 
-Tokens are numbers modulo the vocabulary. PPO thus drives the policy away from what the drafter learned
-at first, so that a drafter that is not kept in step proposes "+1" in vain.
+Tokens are numbers modulo the vocabulary. PPO thus drives the policy away from what the drafter
+learned at first, so that a drafter that is not kept in step proposes "+1" in vain.
 """
 
 import torch
