@@ -44,7 +44,9 @@ for name in $parts; do
         push) bench push 130 benchmarks/bench_mimo7b.py push --limit-s 120 ;;
         push-ipc) bench push-ipc 130 benchmarks/bench_mimo7b.py push-ipc --limit-s 120 ;;
         recompute) bench recompute 60 benchmarks/bench_recompute.py ;;
-        rollout) bench rollout 290 benchmarks/bench_rollout.py --drafts "${DRAFTS:-3}" --limit-s 280 ;;
+        rollout)
+            bench rollout 310 benchmarks/bench_rollout.py --drafts "${DRAFTS:-3}" --limit-s 300 \
+                --repeats 2 --warmup-limit-s 50 --ppo-limit-s 40 --shift-limit-s 15 ;;
         rollout7b)
             bench rollout7b 350 benchmarks/bench_rollout7b.py --repeats 1 --limit-s 340 \
                 --rates-from "$results/rollout_medium_k3.json" ;;
