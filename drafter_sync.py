@@ -3,22 +3,22 @@
 Bug     A weight update loads the target only. The drafter keeps the weights it started with: text
         and reward stay right, since the target verifies every draft, and acceptance decays in
         silence while the policy walks away. As silent: MTP halves in the wrong order, FP8 scales
-        of the old weights, buckets reused too early, expert layers in another kernel's layout.
-Rule    One push offers every tensor to both models' own load_weights, inside vLLM's layerwise
-        reload (which packs and quantises as at load), and proves three things before a token is
-        served. What a reader must trust is vLLM's own loaders, nothing else:
+        of the old weights, buckets reused too early, experts in another kernel's layout.
+Rule    One push offers the tensors to both models' own load_weights, inside vLLM's layerwise
+        reload (which packs and quantises as at start), and proves three things before a token is
+        served. Trust is left to vLLM's own loaders and packing, to nothing else:
 
-            trainer                          worker                            proof
-            name, tensor --- bucket --->  received                1  digest sent = digest received
-                  before: only this arrow    |-> target .load_weights
-                                             '-> drafter.load_weights
-                                                   | copies      2  each element of each parameter
-                                                   v                was copied once in this push
-                                             parameters          3  each element of each tensor was
-                                                                    taken: nothing is left over
-Guide   in the order of a push:  names             megatron_to_hf, hf_to_megatron (MiMo's)
+            trainer           worker                              proven
+            tensors - bucket -> tensors                           1 digest sent = digest received
+                 before: only this arrow  |-> target.load_weights
+                                          '-> drafter.load_weights
+                                                | copies          2 each element of each tensor
+                                                v                   was taken: nothing left over
+                                              parameters          3 each element of each parameter
+                                                                    was written: nothing is stale
+Guide   in the order of a push:  names             megatron_to_hf, hf_to_megatron (MiMo)
                                  what it computes  match_vllm_mimo
-                                 steps             sync_steps: any engine can be driven
+                                 steps             sync_steps, for any engine
                                  worker            DrafterSyncExtension
                                  drivers           sync_weights, async_sync_weights
 Use     llm = vllm.LLM(..., worker_extension_cls="drafter_sync.DrafterSyncExtension")
@@ -27,18 +27,16 @@ Use     llm = vllm.LLM(..., worker_extension_cls="drafter_sync.DrafterSyncExtens
 Source  vllm@0.32.0 model_executor/model_loader/reload/layerwise.py, models/mimo_mtp.py;
         megatron-core@0.19.2 transformer/multi_token_prediction.py
         slime#691, miles#1926, verl#6661, SGLang#27718, vLLM#46725
-Native  vLLM 0.32 has start_weight_update and start_draft_weight_update: the same reload, with a
-        weight transfer engine chosen at start, one model a session, and nothing compared.
-Limits  One node (own transport: drafter_sync_take), no pipeline parallelism in vLLM. Runs on
-        0.25.1 and 0.32; for 0.33 and 0.34 its parts of vLLM were read, not run. Run by no test:
-        Transformer Engine modules (their names are mapped), CUDA IPC to more than one worker.
-Run     tests/test_drafter_sync.py and tests/test_drafters.py are the specification,
-        benchmarks/bench_sync.py weighs and times a push.
+Native  vLLM's start_weight_update and start_draft_weight_update run the same reload, with an engine
+        chosen at start and one model a session, and compare nothing.
+Limits  One node (but see drafter_sync_take), no pipeline stages in vLLM. Run on 0.25.1 and 0.32;
+        what it uses of 0.33 and 0.34 was read, not run. Nor were Transformer Engine's modules
+        (their names are mapped) and CUDA IPC to several workers.
+Run     tests/test_drafter_sync.py and tests/test_drafters.py are the specification.
 """
 
 import concurrent.futures
 import contextlib
-import importlib
 import inspect
 import itertools
 import math
@@ -60,15 +58,13 @@ class DrafterSyncError(RuntimeError):
 
 
 class SyncReport(NamedTuple):
-    target_loaded: int  # parameters of the target that were written whole
+    target_loaded: int  # parameters of the target that were written, every element
     drafter_loaded: int  # the drafter's own, those that it shares with the target not counted
     bytes: int  # sent
     seconds: float
 
 
-# --------------------------------------------------------------------------------------------------
-# Names: Megatron <-> Hugging Face MiMo
-# --------------------------------------------------------------------------------------------------
+# ---- names: Megatron <-> Hugging Face MiMo -------------------------------------------------------
 
 # Megatron's name, how it is laid out, and what it is in a checkpoint, with shapes: V vocabulary,
 # D hidden size, F feed-forward size, Q and K rows of all query and of all key heads. Some have two
@@ -96,6 +92,7 @@ MTP = """
     eh_proj.weight                               halves   input_proj.weight:D,2D
     final_layernorm.weight                       copy     final_layernorm.weight:D
 """
+PARTS = {"qkv": {"q": "Q", "k": "K", "v": "K"}, "gate_up": {"gate": "F", "up": "F"}}
 
 
 def megatron_to_hf(named_params, hf_config):
@@ -110,9 +107,7 @@ def megatron_to_hf(named_params, hf_config):
     for a name that MiMo does not have or that came twice, and for a shape that does not fit.
     """
     layouts, seen = _layouts(hf_config), set()
-    _, tp_size, group = _tensor_parallel()
     for name, tensor in _pairs(named_params):
-        name = _strip(name)
         if name == "output_layer.weight" and _get(hf_config, "tie_word_embeddings"):
             continue
         if name not in layouts or not seen.isdisjoint(layouts[name][1]):
@@ -120,14 +115,12 @@ def megatron_to_hf(named_params, hf_config):
             raise DrafterSyncError(f"{came}; wanted one model's: pass it and its own config")
         kind, shapes = layouts[name]
         seen.update(shapes)
-        whole = _gather(kind, tensor.detach(), tp_size, group)
-        rows = sum(shape[0] for shape in shapes.values())
-        wanted = [rows, *next(iter(shapes.values()))[1:]]
-        is_padded = kind == "vocab" and len(whole) > rows
-        if list(whole.shape) != ([len(whole), *wanted[1:]] if is_padded else wanted):
-            came = f"{name} has shape {list(whole.shape)}, all ranks together"
-            raise DrafterSyncError(f"{came}; wanted {wanted}: pass this model's own config")
-        yield from zip(shapes, _to_hf(kind, whole, hf_config), strict=True)
+        pieces = _to_hf(kind, _gather(kind, tensor.detach()), hf_config)
+        for (hf_name, shape), piece in zip(shapes.items(), pieces, strict=True):
+            if tuple(piece.shape) != shape:
+                came = f"{name} gives {hf_name} the shape {list(piece.shape)}"
+                raise DrafterSyncError(f"{came}; wanted {list(shape)}: pass this model's config")
+            yield hf_name, piece
 
 
 def hf_to_megatron(named_tensors, hf_config, megatron_names):
@@ -145,15 +138,20 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
     layouts, tied = _layouts(hf_config), _get(hf_config, "tie_word_embeddings")
     like = megatron_names if isinstance(megatron_names, Mapping) else {}
     plain = {name: _strip(name) for name in megatron_names if not name.endswith("_extra_state")}
-    if tied:
-        plain = {name: of for name, of in plain.items() if of != "output_layer.weight"}
-    if unknown := [name for name, of in plain.items() if of not in layouts]:
-        came = f"{unknown} are no parameters of this MiMo"
-        raise DrafterSyncError(f"{came}; wanted one model's: pass it and its own config")
-    owner = {hf_name: name for name, of in plain.items() for hf_name in layouts[of][1]}
-    waiting, done = {}, set()
-    pairs = _pairs(named_tensors)
-    for hf_name, tensor in _without_tied_head(pairs) if tied else pairs:
+    owner, waiting, done, twins = {}, {}, set(), []
+    for name, of in plain.items():
+        if of not in layouts and not (tied and of == "output_layer.weight"):
+            came = f"{name} is no parameter of this MiMo"
+            raise DrafterSyncError(f"{came}; wanted one model's: pass it and its own config")
+        owner |= dict.fromkeys(layouts.get(of, ("", ()))[1], name)
+    for hf_name, tensor in _pairs(named_tensors):
+        if tied and hf_name in ("model.embed_tokens.weight", "lm_head.weight"):
+            twins.append(tensor)
+            if len(twins) == 2 and not torch.equal(twins[0], twins[1].to(twins[0])):
+                came = "lm_head.weight differs from model.embed_tokens.weight, and they are tied"
+                raise DrafterSyncError(f"{came}; wanted equal ones: leave it out, or untie them")
+            if hf_name == "lm_head.weight":
+                continue
         if hf_name not in owner or hf_name in done:
             came = f"{hf_name} is left over: the model has no place for it, or it came twice"
             raise DrafterSyncError(f"{came}; wanted each once: without MTP layers, drop MTP's")
@@ -161,9 +159,8 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
         name = owner[hf_name]
         kind, shapes = layouts[plain[name]]
         if tuple(tensor.shape) != shapes[hf_name]:
-            came = f"{hf_name} has shape {list(tensor.shape)}"
-            wanted = f"{list(shapes[hf_name])}: pass this checkpoint's own config"
-            raise DrafterSyncError(f"{came}; wanted {wanted}")
+            came = f"{hf_name} has shape {list(tensor.shape)}, wanted {list(shapes[hf_name])}"
+            raise DrafterSyncError(f"{came}: pass this checkpoint's own config")
         pieces = waiting.setdefault(name, {})
         pieces[hf_name] = tensor
         if len(pieces) == len(shapes):
@@ -177,28 +174,23 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
 def _layouts(hf_config):
     """{Megatron name: (kind, {HF name: shape})}, under every name that a parameter may have."""
     hidden, heads = _get(hf_config, "hidden_size"), _get(hf_config, "num_attention_heads")
-    groups, head = _get(hf_config, "num_key_value_heads"), _get(hf_config, "head_dim")
-    head = head or hidden // heads
-    sizes = {
-        "V": _get(hf_config, "vocab_size"),
-        "D": hidden,
-        "2D": 2 * hidden,
-        "F": _get(hf_config, "intermediate_size"),
-        "Q": heads * head,
-        "K": groups * head,
-    }
+    head = _get(hf_config, "head_dim") or hidden // heads
+    sizes = {"D": hidden, "2D": 2 * hidden, "Q": heads * head}
+    sizes["K"] = _get(hf_config, "num_key_value_heads") * head
+    sizes["F"], sizes["V"] = _get(hf_config, "intermediate_size"), _get(hf_config, "vocab_size")
     names = {}
 
     def add(table, ours="", theirs=""):
         for name, kind, piece in map(str.split, table.strip().splitlines()):
             hf_name, letters = piece.split(":")
-            first, *rest = letters.split(",")
-            parts = {"qkv": dict(q="Q", k="K", v="K"), "gate_up": dict(gate="F", up="F")}
-            shapes = {
-                theirs + hf_name.format(part): (sizes[rows], *(sizes[x] for x in rest))
-                for part, rows in parts.get(kind, {"": first}).items()
-            }
-            names[ours + name] = kind, shapes
+            rows, *rest = letters.split(",")
+            names[ours + name] = (
+                kind,
+                {
+                    theirs + hf_name.format(part): tuple(sizes[letter] for letter in (own, *rest))
+                    for part, own in PARTS.get(kind, {"": rows}).items()
+                },
+            )
 
     add(MODEL)
     for i in range(_get(hf_config, "num_hidden_layers")):
@@ -213,8 +205,7 @@ def _layouts(hf_config):
 
 
 def _get(hf_config, key):
-    is_dict = isinstance(hf_config, dict)
-    return hf_config.get(key) if is_dict else getattr(hf_config, key, None)
+    return hf_config.get(key) if isinstance(hf_config, dict) else getattr(hf_config, key, None)
 
 
 def _to_hf(kind, whole, hf_config):
@@ -255,7 +246,8 @@ def _tensor_parallel():
     return group.rank(), group.size(), group
 
 
-def _gather(kind, shard, tp_size, group):
+def _gather(kind, shard):
+    _, tp_size, group = _tensor_parallel()
     if tp_size == 1 or kind == "copy":
         return shard
     shard = shard.contiguous()
@@ -270,20 +262,20 @@ def _gather(kind, shard, tp_size, group):
 def _cut(name, kind, whole, like):
     """The inverse of _gather; a padded vocabulary is filled up."""
     rank, tp_size, _ = _tensor_parallel()
-    dim = 1 if kind == "columns" else 0
     if kind == "vocab" and like is not None:
-        whole = torch.nn.functional.pad(whole, (0, 0, 0, max(0, len(like) * tp_size - len(whole))))
-    part = whole
-    if kind == "gate_up":
-        part = torch.cat([half.chunk(tp_size)[rank] for half in whole.chunk(2)])
-    elif kind != "copy":
-        part = whole.chunk(tp_size, dim)[rank]
-    is_even = kind == "copy" or part.shape[dim] * tp_size == whole.shape[dim]
-    if not is_even or (like is not None and like.shape != part.shape):
-        came = (
-            f"{name} becomes {list(part.shape)}, cut from {list(whole.shape)} for {tp_size} ranks"
-        )
-        raise DrafterSyncError(f"{came}; wanted the model's shape: pass the state dict to fill")
+        padding = max(0, len(like) * tp_size - len(whole))
+        whole = torch.nn.functional.pad(whole, (0, 0, 0, padding))
+    halves = whole.chunk(2) if kind == "gate_up" else [whole]
+    dim = 1 if kind == "columns" else 0
+    if kind == "copy" or tp_size == 1:
+        part = whole
+    elif halves[0].shape[dim] % tp_size:
+        raise DrafterSyncError(f"{name} {list(whole.shape)} does not divide by {tp_size} ranks")
+    else:
+        part = torch.cat([half.chunk(tp_size, dim)[rank] for half in halves])
+    if like is not None and like.shape != part.shape:
+        came = f"{name} becomes {list(part.shape)}, wanted {list(like.shape)}"
+        raise DrafterSyncError(f"{came}: pass the state dict of the model that is to be filled")
     return part
 
 
@@ -294,28 +286,12 @@ def _strip(name):
 
 
 def _pairs(named):
-    """(name, tensor) pairs of a dict, a list or an iterator."""
     for name, tensor in named.items() if isinstance(named, Mapping) else named:
         if not name.endswith("_extra_state"):  # Transformer Engine's FP8 bookkeeping, no tensor
-            yield name, tensor
+            yield _strip(name), tensor
 
 
-def _without_tied_head(pairs):
-    """A tied checkpoint may hold the head too; one that differs from the embedding is refused."""
-    twins = []
-    for name, tensor in pairs:
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            twins.append(tensor)
-            if len(twins) == 2 and not torch.equal(twins[0], twins[1].to(twins[0])):
-                came = "lm_head.weight differs from model.embed_tokens.weight, and they are tied"
-                raise DrafterSyncError(f"{came}; wanted equal ones: leave it out, or untie them")
-        if name != "lm_head.weight":
-            yield name, tensor
-
-
-# --------------------------------------------------------------------------------------------------
-# What it computes: the trainer's MTP computes what vLLM's MiMo drafter computes
-# --------------------------------------------------------------------------------------------------
+# ---- what it computes: the trainer's MTP layer as vLLM's MiMo drafter ----------------------------
 
 
 @contextlib.contextmanager
@@ -363,17 +339,12 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
         first_BS = _first_slots(position_ids, packed_seq_params)
 
         def embed(input_ids, position_ids):
-            embedded_SBD = embedding(input_ids=input_ids, position_ids=position_ids)
-            first_SB1 = first_BS.T[..., None]
-            return embedded_SBD.masked_fill(first_SB1, 0) if zero_position0 else embedded_SBD
+            out_SBD = embedding(input_ids=input_ids, position_ids=position_ids)
+            return out_SBD.masked_fill(first_BS.T[..., None], 0) if zero_position0 else out_SBD
 
+        rest |= dict(input_ids=input_ids, position_ids=position_ids, embedding=embed)
         out = stock_forward(
-            hidden_states=hidden_states,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            embedding=embed,
-            packed_seq_params=packed_seq_params,
-            **rest,
+            hidden_states=hidden_states, packed_seq_params=packed_seq_params, **rest
         )
         # The block returns [trunk; depth 1; ...], and the trunk's part goes to the head: it must
         # be the state after the norm.
@@ -444,11 +415,9 @@ def _first_slots(position_ids, packed):
     return first_BS
 
 
-# --------------------------------------------------------------------------------------------------
-# Steps: a push as a generator, whatever drives it
-# --------------------------------------------------------------------------------------------------
+# ---- steps: a push as a generator, whatever drives it --------------------------------------------
 
-# Embedding and head, of which a checkpoint may hold copies inside its MTP layers.
+# Embedding and head: both models may own them, and checkpoints hold copies in their MTP layers.
 SHARED = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head)\.weight$")
 MIXED = "The engine holds mixed weights until a whole push succeeds"
 
@@ -456,25 +425,23 @@ MIXED = "The engine holds mixed weights until a whole push succeeds"
 def sync_steps(named_tensors, *, drafter=True, verify=True, bucket_bytes=256 * 2**20):
     """A push as steps: yields (worker method, args), is sent the list of all workers' results.
 
-    Whatever can call a method of DrafterSyncExtension on every worker can drive it: a Ray actor,
-    or vLLM's HTTP /collective_rpc, since args and results survive JSON:
+    Whatever calls a method of DrafterSyncExtension on all workers can drive it, a Ray actor or
+    vLLM's HTTP /collective_rpc, since args and results survive JSON:
 
         steps, results = sync_steps(pairs), None
         with contextlib.suppress(StopIteration):
             while True: results = call(*steps.send(results))
 
-    A driver that catches an error of `call` throws it in, steps.throw(error), and goes on with the
-    step that comes back; one that does not leaves the cleaning up to the next push. No request may
-    be in flight or come in meanwhile, and the driver resets the prefix cache.
+    An error of `call` may be sent in place of results: then the next step cleans up. The next push
+    does it otherwise. No request may be in flight or come in; the driver resets the prefix cache.
 
     named_tensors  (HF name, whole tensor) pairs (dict, list or iterator), each of the checkpoint's
-                   once, in any order. Matrices are cast to the engine's dtype, unless the engine
-                   keeps some wider. Empty if all come by drafter_sync_take.
+                   once, in any order and dtype; empty if all come by drafter_sync_take.
     drafter        False pushes the target only (the frozen-drafter arm): MTP tensors are passed
                    over, as they are for an engine without speculation.
     verify         True compares digests of all bytes sent and received; "sample" of 64 columns of
                    every matrix, others each time, which finds what is wrong in a whole tensor;
-                   False none. That each parameter was filled and each tensor taken is always
+                   False none. That each tensor was taken and each parameter written is always
                    proven.
     bucket_bytes   bytes on the way at once. Extra memory is one bucket, and in the worker the
                    largest layer twice: put together from pieces, and built anew by vLLM's reload.
@@ -482,39 +449,39 @@ def sync_steps(named_tensors, *, drafter=True, verify=True, bucket_bytes=256 * 2
     Returns SyncReport. DrafterSyncError names the tensors, and says whether the engine is
     unchanged or holds mixed weights; a whole push heals the latter.
     """
-    begun_at, columns = time.perf_counter(), None if verify is True else [random.random(), 64]
-    workers = yield "drafter_sync_describe", []
-    drafter = int(bool(drafter and _drafter_of(workers, drafter)))
-    if workers[0]["drafter"] and not drafter:
-        lost = yield "drafter_sync_lost", []
-        if lost := sorted({name for names in lost for name in names}):
-            came = f"drafter=False, and of the drafter {lost} are not as the last push left them"
-            wanted = "it whole (sleep level 2? a failed push?): push with drafter=True"
-            raise DrafterSyncError(f"{came}; wanted {wanted}. The engine is unchanged")
-    digested = lambda name: verify or SHARED.search(name)  # noqa: E731
-    sent, largest, begun, state = {}, {}, False, "The engine is unchanged"
+    begun_at, state = time.perf_counter(), "The engine is unchanged"
+    columns = None if verify is True else [random.random(), 64]
+    sent, largest, begun = {}, {}, False
     try:
-        stream = _checked(named_tensors, workers[0], drafter, columns, digested, sent, largest)
+        worker, *_ = yield from _call("drafter_sync_describe")
+        drafter = int(bool(drafter and (worker["drafter"] or worker["method"])))
+        _refuse_engine(worker, drafter)
+        if worker["drafter"] and not drafter:
+            lost = yield from _call("drafter_sync_lost")
+            if lost := sorted(set(itertools.chain(*lost))):
+                came = f"drafter=False, and the drafter's {lost} are not as the last push left them"
+                raise DrafterSyncError(f"{came} (sleep level 2, a failed push): push it too")
+        stream = _checked(named_tensors, worker, drafter, columns, verify, sent, largest)
         first = next(stream, None)
-        size = min(bucket_bytes, workers[0]["num_bytes"]) if first else 0
-        with _make_buffer(workers[0], first and first[1].device, size) as (buffer, where):
+        size = min(bucket_bytes, worker["num_bytes"]) if first else 0
+        with _make_buffer(worker, first and first[1].device, size) as (buffer, where):
             begun = True
-            yield "drafter_sync_begin", [drafter, columns, int(bool(verify)), where]
+            yield from _call("drafter_sync_begin", drafter, columns, int(bool(verify)), where)
             for pieces in _fill(buffer, itertools.chain([first], stream)) if first else ():
                 _refuse_non_finite(largest)
                 state = MIXED
                 if buffer.is_cuda:  # the workers read on another stream, in another process
                     torch.cuda.synchronize(buffer.device)
-                yield "drafter_sync_load", [pieces]
+                yield from _call("drafter_sync_load", pieces)
             state = MIXED
-            results = yield "drafter_sync_finish", [1]
+            results = yield from _call("drafter_sync_finish", 1)
         _prove(sent, results)
-    except GeneratorExit:  # dropped by its driver: the next push cleans up
+    except GeneratorExit:  # its driver dropped it
         raise
     except BaseException as error:
         if begun:
             with contextlib.suppress(Exception):
-                yield "drafter_sync_finish", [0]
+                yield from _call("drafter_sync_finish", 0)
         if not isinstance(error, Exception):
             error.add_note(state)
             raise
@@ -524,38 +491,44 @@ def sync_steps(named_tensors, *, drafter=True, verify=True, bucket_bytes=256 * 2
     return SyncReport(*results[0]["loaded"], num_bytes, time.perf_counter() - begun_at)
 
 
-def _drafter_of(workers, drafter):
-    """Whether there is a drafter; refuses, before anything has changed, what a push would break."""
-    worker = workers[0]
-    if worker["method"] and not worker["drafter"]:
-        came = f"speculation ({worker['method']}) is on, without a model at drafter or speculator"
-        raise DrafterSyncError(f"{came}; wanted one, or drafter=False. The engine is unchanged")
-    if worker["draft_head"] or worker["pp_size"] > 1:
-        came = f"draft_lm_head_quantization={worker['draft_head']!r} (a stale copy of the head)"
-        came = came if worker["draft_head"] else f"{worker['pp_size']} pipeline stages"
-        raise DrafterSyncError(f"{came}; wanted none: start vLLM so. The engine is unchanged")
-    return worker["drafter"]
+def _call(method, *args):
+    results = yield method, list(args)
+    if isinstance(results, BaseException):
+        raise results
+    return results
 
 
-def _checked(named_tensors, worker, drafter, columns, digested, sent, largest):
-    """Passes tensors on as they will be loaded.
+def _refuse_engine(worker, drafter):
+    if worker["pp_size"] > 1:
+        raise DrafterSyncError(f"vLLM runs {worker['pp_size']} pipeline stages; wanted 1")
+    if drafter and not worker["drafter"]:
+        came = f"speculation ({worker['method']}) is on, and no model is at drafter or speculator"
+        raise DrafterSyncError(f"{came}; wanted one: drafter=False if it drafts without a model")
+    if worker["draft_head"]:
+        came = f"draft_lm_head_quantization={worker['draft_head']} is a copy that goes stale"
+        raise DrafterSyncError(f"{came}; wanted none: start vLLM without it")
 
-    Into sent go (digest, bytes), into largest the largest absolute value, still on the device:
-    looked at once a bucket.
-    """
-    dtype = getattr(torch, worker["dtype"])
+
+def _checked(named_tensors, worker, drafter, columns, verify, sent, largest):
+    """Passes on what is sent; notes digest and bytes, and largest values, still on the device."""
     for name, tensor in _pairs(named_tensors):
         if not drafter and _owners(name, worker["num_layers"]) == (1,):
             continue
         if name in sent:
             raise DrafterSyncError(f"{name} came twice; wanted each of the checkpoint's once")
         tensor = tensor.detach()
-        if tensor.is_floating_point() and tensor.dim() > 1 and not worker["keeps_wider"]:
-            tensor = tensor.to(dtype)
         largest[name] = _largest(tensor)
-        digest = _digest(_sampled(tensor, columns)) if digested(name) else None
-        sent[name] = digest, tensor.nbytes
+        is_compared = verify or SHARED.search(name)
+        sent[name] = _digest(_sampled(tensor, columns)) if is_compared else None, tensor.nbytes
         yield name, tensor
+
+
+def _owners(name, num_layers):
+    """Which models a tensor is offered to: 0 the target, 1 the drafter."""
+    layer = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
+    if ".mtp" in f".{name}" or (layer and int(layer[1]) >= num_layers):
+        return (1,)
+    return (0, 1) if SHARED.search(name) else (0,)
 
 
 def _refuse_non_finite(largest):
@@ -567,15 +540,14 @@ def _refuse_non_finite(largest):
 @contextlib.contextmanager
 def _make_buffer(worker, device, size):
     """Yields (bytes that sender and workers see, what a worker opens them with meanwhile)."""
-    if not size:
-        yield None, None
-    elif worker["pid"] == os.getpid():
+    buffer = None
+    if size and (worker["pid"] == os.getpid() or device.type == worker["device"] == "cuda"):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    if not size or worker["pid"] == os.getpid():
         yield buffer, buffer
-    elif device.type == worker["device"] == "cuda":
+    elif buffer is not None:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
         handle = [x.hex() if isinstance(x, bytes) else x for x in reduce_tensor(buffer)[1][6:]]
         yield buffer, {"size": size, "ipc": handle}
     else:  # a file in shared memory, gone with the push
@@ -605,45 +577,34 @@ def _fill(buffer, stream):
 
 
 def _prove(sent, results):
-    """Raises unless all that was sent arrived, filled every parameter, and was taken whole."""
-    unfilled = sorted({what for result in results for what in result["unfilled"]})
-    if unfilled:
-        came = f"vLLM's loaders wrote {'; '.join(unfilled[:8])}"
-        raise DrafterSyncError(f"{came}; wanted every element: push the whole checkpoint")
+    """Raises unless what was sent arrived, was taken whole, and left no parameter unwritten."""
     wanted = _hex({name: digest for name, (digest, _) in sent.items() if digest is not None})
     for rank, result in enumerate(results):
-        got = result["digests"]
-        if wrong := [name for name, digest in wanted.items() if got.get(name) not in (digest, "")]:
+        if result["unwritten"]:
+            came = f"vLLM's loaders wrote {'; '.join(result['unwritten'][:8])}"
+            raise DrafterSyncError(f"{came}; wanted all: push the whole checkpoint")
+        if wrong := [name for name in wanted if result["digests"].get(name) != wanted[name]]:
             came = f"worker {rank} received something else than was sent in {wrong[:8]}"
             raise DrafterSyncError(f"{came}; wanted it bit for bit: look for another writer")
-    doubles = {tuple(pair) for result in results for pair in result["doubles"]}
-    taken = {
-        name: (sum(result["taken"][name][0] for result in results), numel)
-        for name, (_, numel) in results[0]["taken"].items()
-    }
-    shared = [name for name, (num, _) in taken.items() if num and SHARED.search(name)]
-    for name, (num, numel) in taken.items():
+    first, twins = results[0], {tuple(pair) for result in results for pair in result["twins"]}
+    taken = {name: sum(result["taken"][name] for result in results) for name in first["taken"]}
+    shared = [name for name, num in taken.items() if num and SHARED.search(name)]
+    for name, num in taken.items():
         kin = [other for other in shared if ("head" in other) == ("head" in name)] or shared
-        if num == 0 and kin and SHARED.search(name):  # a copy, which no loader takes
-            doubles.add((name, kin[0]))
-        elif num == 0 or num % numel:  # workers cut a tensor up or take it whole: else some is lost
-            came = (
-                f"{name} is left over or too large: vLLM's loaders took {num} of {numel} elements"
-            )
-            raise DrafterSyncError(f"{came}; wanted all: drop it, or push this model's own")
-    digests = results[0]["digests"]
-    for name, other in doubles:
-        if name not in digests or digests[name] != digests.get(other):
+        if not num and kin and SHARED.search(name):  # a copy, rightly taken by no loader
+            twins.add((name, kin[0]))
+        elif not num or num % first["numel"][name]:  # workers cut a tensor up, or each takes it all
+            came = f"{name} is left over or too large: {num} of {first['numel'][name]} elements"
+            raise DrafterSyncError(f"{came} were taken; wanted all: drop it, or push this model's")
+    for name, other in twins:
+        if name not in first["digests"] or first["digests"][name] != first["digests"].get(other):
             came = f"{name} and {other} have one place in the engine, and differ"
-            raise DrafterSyncError(f"{came}; wanted copies: drop one, or send equal ones")
+            raise DrafterSyncError(f"{came}; wanted equal copies: drop one")
 
 
-# --------------------------------------------------------------------------------------------------
-# Worker: what receives, loads and counts
-# --------------------------------------------------------------------------------------------------
+# ---- worker: what receives, loads and counts -----------------------------------------------------
 
-RELOAD = "model_executor.model_loader.reload"
-# Calibration scales that attention layers hold beside their cache: a checkpoint need not have them.
+# Scales that attention layers hold for their cache: a checkpoint need not have them.
 SCALES = {"k_scale", "v_scale", "q_scale", "prob_scale"}
 
 
@@ -652,7 +613,8 @@ class DrafterSyncExtension:
 
     vLLM mixes this class into its Worker, and takes one: what else must run in a worker goes into a
     subclass, or in here, as the mend that sampling with a drafter wants on CPU. Results are lists,
-    dicts, strings and numbers, since vLLM's HTTP server makes others strings.
+    dicts, strings and numbers: vLLM's HTTP server makes anything else a string. What it needs of
+    vLLM is imported before anything changes, so that a release without it says what is missing.
     """
 
     def drafter_sync_models(self):
@@ -662,52 +624,51 @@ class DrafterSyncExtension:
 
     def drafter_sync_describe(self):
         """What the sender must know of this worker."""
-        config, (target, drafter) = self.vllm_config, self.drafter_sync_models()
-        info = _vllm(f"{RELOAD}.layerwise", "get_layerwise_info")
-        layers = {layer: None for model in (target, drafter) if model for layer in model.modules()}
-        formats = [p for layer in layers for p in info(layer).restore_metadata[0].values()]
-        itemsize = config.model_config.dtype.itemsize
+        config = self.vllm_config
+        draft, parallel = config.speculative_config, config.parallel_config
+        models = [model for model in self.drafter_sync_models() if model is not None]
+        num_bytes = sum(p.nbytes for model in models for p in model.parameters())
         return {
             "pid": os.getpid(),
             "device": self.device.type,
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "keeps_wider": int(any(p.dim() > 1 and p.dtype.itemsize > itemsize for p in formats)),
-            "num_bytes": sum(p.nbytes for p in formats)
-            * config.parallel_config.tensor_parallel_size,
+            "num_bytes": max(1 << 20, num_bytes * parallel.tensor_parallel_size),  # no more bucket
             "num_layers": config.model_config.hf_text_config.num_hidden_layers,
-            "pp_size": config.parallel_config.pipeline_parallel_size,
-            "method": getattr(config.speculative_config, "method", None) or "",
-            "draft_head": getattr(config.speculative_config, "draft_lm_head_quantization", None)
-            or "",
-            "drafter": int(drafter is not None),
+            "pp_size": parallel.pipeline_parallel_size,
+            "method": getattr(draft, "method", None) or "",
+            "draft_head": getattr(draft, "draft_lm_head_quantization", None) or "",
+            "drafter": len(models) - 1,
         }
 
     def drafter_sync_begin(self, drafter, columns, verify, where):
         """Models into vLLM's reload state. columns, verify: what is digested; where: the bucket."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
         if getattr(self, "_drafter_sync", None) is not None and self._drafter_sync.undo is not None:
             self.drafter_sync_finish(0)  # the last push was dropped by its driver
         models = self.drafter_sync_models()[: 1 + drafter]
-        initialize = _vllm(f"{RELOAD}.layerwise", "initialize_layerwise_reload")
-        push = SimpleNamespace(models=models, columns=columns, verify=verify, undo=None)
+        push = SimpleNamespace(models=models, columns=columns, verify=verify, name="")
         push.num_layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         push.buffer, push.partial, push.shared = _open_buffer(where), {}, {}
-        push.name, push.digests, push.numel, push.taken = "", {}, {}, {}
-        push.doubles, push.unpacked = [], set()
+        push.digests, push.numel, push.taken, push.twins, push.unpacked = {}, {}, {}, [], set()
         before = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
-        self._drafter_sync, push.undo = push, contextlib.ExitStack()
-        if self.device.type == "cpu":
-            _prepack_experts(push)
-        with self._drafter_sync_config():
-            for model in models:
-                initialize(model)
-        push.places = _places(models, before)
-        _count_copies(push)
+        with contextlib.ExitStack() as undo:
+            if self.device.type == "cpu":
+                _prepack_experts(push, undo)
+            with self._drafter_sync_config():
+                for model in models:
+                    layerwise.initialize_layerwise_reload(model)
+            push.places = _places(models, before)
+            _count_copies(push, undo)
+            push.undo = undo.pop_all()
+        self._drafter_sync = push
 
     def _drafter_sync_config(self):
-        return _vllm("config", "set_current_vllm_config")(self.vllm_config)
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config)
 
     def drafter_sync_load(self, pieces):
-        """pieces: (HF name, dtype, shape, first byte in the tensor, in the bucket, how many)."""
+        """pieces: [HF name, dtype, shape, first byte in the tensor, in the bucket, how many]."""
         push = self._drafter_sync
         self._drafter_sync_feed(lambda i: _assemble(push, pieces, i))
         if self.device.type == "cuda":
@@ -716,17 +677,15 @@ class DrafterSyncExtension:
     def drafter_sync_take(self, pairs):
         """Whole tensors that came by the caller's own transport (NCCL, IPC, RDMA) join the push.
 
-        pairs: (HF name, tensor) on this worker. Call it between begin and finish, on all workers,
-        from a method of a subclass, say. Filled, finite and taken are proven as for all others;
+        pairs: (HF name, tensor) on this worker. To be called on all workers between begin and
+        finish, from a method of a subclass. Finite, taken and complete is proven as for others;
         that they are what was sent is the transport's to prove.
         """
-        push, largest = self._drafter_sync, {}
-        pairs = [(name, tensor.detach()) for name, tensor in pairs]
+        push, pairs = self._drafter_sync, [(name, tensor.detach()) for name, tensor in pairs]
+        _refuse_non_finite({name: _largest(tensor) for name, tensor in pairs})
         for name, tensor in pairs:
-            largest[name] = _largest(tensor)
             _note(push, name, tensor)
         owners = {name: _owners(name, push.num_layers) for name, _ in pairs}
-        _refuse_non_finite(largest)
         self._drafter_sync_feed(lambda i: [pair for pair in pairs if i in owners[pair[0]]])
 
     def _drafter_sync_feed(self, pairs_of):
@@ -737,31 +696,33 @@ class DrafterSyncExtension:
                 yield push.name, tensor
 
         try:
-            with self._drafter_sync_config(), _unless_complete():
+            with self._drafter_sync_config(), _buckets_allowed():
                 for i, model in enumerate(push.models):
                     model.load_weights(named(i))
         except Exception as error:
             self.drafter_sync_finish(0)
-            came = f"{push.name} was refused by vLLM's loader ({type(error).__name__}: {error})"
+            came = f"vLLM's loader refused {push.name}: {type(error).__name__} {str(error)[:200]}"
             raise DrafterSyncError(f"{came}; wanted this model's own tensors") from error
 
     def drafter_sync_finish(self, whole):
         """Ends the reload, also of a push that failed (whole=0). Returns what _prove asks for."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
         push, config = self._drafter_sync, self.vllm_config
         report = _report(push) if whole else {}
-        whole = whole and not report["unfilled"]
-        if push.undo is not None:
-            finalize = _vllm(f"{RELOAD}.layerwise", "finalize_layerwise_reload")
-            info = _vllm(f"{RELOAD}.layerwise", "get_layerwise_info")
-            draft_config = getattr(config.speculative_config, "draft_model_config", None)
-            configs = config.model_config, draft_config
-            with push.undo, self._drafter_sync_config(), self.device:
-                push.undo = push.buffer = None
-                for model, model_config in zip(push.models, configs, strict=False):
-                    for layer in () if whole else model.modules():  # half a layer: the old one stays
-                        info(layer).loaded_weights.clear()
-                        info(layer).load_numel = 0
-                    finalize(model, model_config)
+        whole = whole and not report["unwritten"]
+        configs = (
+            config.model_config,
+            getattr(config.speculative_config, "draft_model_config", None),
+        )
+        with push.undo or contextlib.nullcontext(), self._drafter_sync_config(), self.device:
+            for model, model_config in zip(push.models, configs, strict=False):
+                for layer in () if whole else model.modules():  # no half layer: the old one stays
+                    info = layerwise.get_layerwise_info(layer)
+                    info.load_numel, info.loaded_weights = 0, []
+                if push.undo:
+                    layerwise.finalize_layerwise_reload(model, model_config)
+        push.undo = push.buffer = push.places = push.shared = push.partial = None
         if len(push.models) == 2:
             self._drafter_sync_known = self._drafter_sync_raw() if whole else {}  # {}: trust none
         return report
@@ -774,24 +735,33 @@ class DrafterSyncExtension:
         """
         now = self._drafter_sync_raw()
         if not hasattr(self, "_drafter_sync_known"):
-            norms = [(n, p) for n, p, _ in _own(self.drafter_sync_models()) if "norm" in n]
-            if lost := sorted(n for n, p in norms if not p.isfinite().all() or not p.any()):
+            norms = [(name, p) for name, p, _ in self._drafter_sync_own() if "norm" in name]
+            if lost := [name for name, p in norms if not p.isfinite().all() or not p.any()]:
                 return lost
             self._drafter_sync_known = now
-        return sorted(name for name in now if now[name] != self._drafter_sync_known.get(name))
+        return [name for name in now if now[name] != self._drafter_sync_known.get(name)]
 
     def _drafter_sync_raw(self):
-        own = _own(self.drafter_sync_models())
-        return _hex({name: _digest(parameter) for name, parameter, _ in own})
+        return _hex({name: _digest(parameter) for name, parameter, _ in self._drafter_sync_own()})
+
+    def _drafter_sync_own(self):
+        """(name, parameter, layer) of the drafter's own, what it shares with the target left out."""
+        target, drafter = self.drafter_sync_models()
+        shared = {id(parameter) for parameter in target.parameters()}
+        return [
+            (f"{path}.{leaf}", parameter, layer)
+            for path, layer in drafter.named_modules()
+            for leaf, parameter in layer._parameters.items()
+            if parameter is not None and id(parameter) not in shared
+        ]
 
     def drafter_sync_fingerprint(self):
         """{parameter: digest} of the drafter's own layers, as they compute."""
         prints = {}
-        for name, tensor, layer in _own(self.drafter_sync_models()):
-            if not tensor.numel() and hasattr(
-                layer, "cpu_linear"
-            ):  # packed away: x @ I brings back
-                rows = torch.eye(layer.input_size_per_partition, dtype=layer.params_dtype)
+        for name, tensor, layer in self._drafter_sync_own():
+            if not tensor.numel() and hasattr(layer, "cpu_linear"):  # packed away: x @ I shows it
+                size = getattr(layer, "input_size_per_partition", None) or layer.input_size
+                rows = torch.eye(size, dtype=self.vllm_config.model_config.dtype)
                 tensor = layer.cpu_linear(rows, tensor, None)
             prints[name] = _digest(tensor)
         return _hex(prints)
@@ -806,12 +776,12 @@ class DrafterSyncExtension:
         """
         if self.device.type != "cpu":
             return False
-        import vllm.v1.sample.rejection_sampler as sampler  # 0.34 has none, and no CPU build
+        import vllm.v1.sample.rejection_sampler as sampler  # 0.34 has none
 
         def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
             counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
-            replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
-            return replaced.repeat_interleave(counts)
+            x = torch.where(x == replace_from, replace_to, x).to(x.dtype)
+            return x.repeat_interleave(counts)
 
         probe = torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 3
         broken = not torch.equal(sampler.expand_batch_to_tokens(*probe), expand(*probe))
@@ -820,43 +790,26 @@ class DrafterSyncExtension:
         return broken
 
 
-def _vllm(module, name):
-    """A part of vLLM, looked up so that a release without it is named."""
-    try:
-        return getattr(importlib.import_module(f"vllm.{module}"), name)
-    except (ImportError, AttributeError) as error:
-        came = f"this vLLM has no {name} in vllm.{module}"
-        raise DrafterSyncError(f"{came}; wanted a release from 0.25 to 0.34") from error
-
-
 def _open_buffer(where):
     if where is None or isinstance(where, torch.Tensor):
         return where
+    size = where["size"]
     if "path" in where:
-        return torch.from_file(where["path"], shared=True, size=where["size"], dtype=torch.uint8)
+        return torch.from_file(where["path"], shared=True, size=size, dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     handle = [bytes.fromhex(x) if isinstance(x, str) else x for x in where["ipc"]]
-    storage = torch.UntypedStorage, torch.uint8, *handle
-    return rebuild_cuda_tensor(torch.Tensor, torch.Size([where["size"]]), (1,), 0, *storage)
+    layout = torch.Size([size]), (1,), 0, torch.UntypedStorage, torch.uint8
+    return rebuild_cuda_tensor(torch.Tensor, *layout, *handle)
 
 
-def _unless_complete():
-    """DeepSeek's drafter in 0.32 wants all of its layers in each call, and here gets buckets."""
+def _buckets_allowed():
+    """vLLM 0.32's DeepSeek drafter wants a tensor of each of its layers in each call, unless told."""
     try:
-        return _vllm(
-            "model_executor.model_loader.mtp_validation", "disable_mtp_completeness_check"
-        )()
-    except DrafterSyncError:
+        from vllm.model_executor.model_loader import mtp_validation
+    except ImportError:
         return contextlib.nullcontext()
-
-
-def _owners(name, num_layers):
-    """Which models a tensor is offered to: 0 the target, 1 the drafter."""
-    layer = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
-    if ".mtp" in f".{name}" or (layer and int(layer[1]) >= num_layers):
-        return (1,)
-    return (0, 1) if SHARED.search(name) else (0,)
+    return mtp_validation.disable_mtp_completeness_check()
 
 
 def _assemble(push, pieces, i):
@@ -875,12 +828,11 @@ def _assemble(push, pieces, i):
         if at + size == tensor.nbytes:
             del push.partial[name]
             _note(push, name, tensor)
-            if owners == (0, 1) and len(push.models) == 2:
+            if len(owners) == len(push.models) == 2:
                 push.shared[name] = tensor
             yield name, tensor
-    if i == 1:
-        while push.shared:
-            yield push.shared.popitem()
+    while i == 1 and push.shared:
+        yield push.shared.popitem()
 
 
 def _note(push, name, tensor):
@@ -890,66 +842,62 @@ def _note(push, name, tensor):
 
 
 def _places(models, before):
-    """{id: place} of each parameter that a push must fill, in the form in which it is loaded."""
+    """{id: place} of each parameter that the reload waits for, in the form that it is loaded in."""
     places = {}
     for i, model in enumerate(models):
         for path, layer in model.named_modules():
             for leaf, parameter in layer._parameters.items():
                 if parameter is None or leaf in SCALES or id(parameter) in places:
                     continue
-                name, numel = (
-                    f"{path}.{leaf}",
-                    getattr(parameter, "weight_loader_numel", parameter.numel()),
-                )
-                if hasattr(
-                    layer, "shard_indices"
-                ):  # rows that pad the vocabulary come from nowhere
+                numel = getattr(parameter, "weight_loader_numel", parameter.numel())
+                if hasattr(layer, "shard_indices"):  # no checkpoint has the rows that pad it
                     numel = layer.shard_indices.num_org_elements * (numel // len(parameter))
-                # tensor: held, so that its id stays its own; was: the one that the kernels read
-                place = SimpleNamespace(name=name, model=i, numel=numel, tensor=parameter, parts={})
-                places[id(parameter)], place.was = place, before[i].get(name)
+                place = SimpleNamespace(name=f"{path}.{leaf}", model=i, numel=numel, parts={})
+                place.parameter = parameter  # held, so that its id stays its own
+                place.kernel = before[i].get(place.name)  # what the engine computes with
+                places[id(parameter)] = place
     return places
 
 
-def _count_copies(push):
-    """Until undone, what vLLM's reload counts (elements that a loader copies) is noted by name."""
-    layerwise = importlib.import_module(f"vllm.{RELOAD}.layerwise")
-    meta = importlib.import_module(f"vllm.{RELOAD}.meta")
-    count = _vllm(f"{RELOAD}.layerwise", "get_numel_loaded")
+def _count_copies(push, undo):
+    """Until undone: whatever vLLM's reload counts, elements that a loader copies, is noted."""
+    from vllm.model_executor.model_loader import weight_utils
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    count = layerwise.get_numel_loaded
 
     def noted(loader, bound):
-        numel, answer = count(loader, bound)
+        num, answer = count(loader, bound)
+        push.taken[push.name] += num
         place = push.places.get(id(bound.args[0]))
-        if numel and place:
+        if num and place:  # which expert and which shard: one place is written by one tensor
             shard = tuple(x for x in bound.arguments.values() if isinstance(x, (int, str, tuple)))
-            other, _ = place.parts.setdefault(shard, (push.name, numel))
+            other, _ = place.parts.setdefault(shard, (push.name, num))
             if other != push.name:
-                push.doubles.append([push.name, other])
-        push.taken[push.name] += numel
-        return numel, answer
+                push.twins.append([push.name, other])
+        return num, answer
 
-    push.undo.callback(setattr, layerwise, "get_numel_loaded", count)
     layerwise.get_numel_loaded = noted
-    # e_score_correction_bias and the like are loaded past the reload's counter: count them too.
-    skipped = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS
-    default = _vllm("model_executor.model_loader.weight_utils", "default_weight_loader")
+    undo.callback(setattr, layerwise, "get_numel_loaded", count)
+    # e_score_correction_bias and its like are loaded past that count (0.25 has one list of both).
+    past = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS
     for place in push.places.values():
-        if place.name.rpartition(".")[2] not in skipped:
-            continue
-        parameter, loader = place.tensor, getattr(place.tensor, "weight_loader", default)
+        if place.name.rpartition(".")[2] in past:
+            parameter = place.parameter
+            loader = getattr(parameter, "weight_loader", weight_utils.default_weight_loader)
 
-        def load(*args, loader=loader, **kwargs):
-            return noted(loader, inspect.signature(loader).bind(*args, **kwargs))[1]
+            def load(*args, loader=loader, **kwargs):
+                return noted(loader, inspect.signature(loader).bind(*args, **kwargs))[1]
 
-        parameter.weight_loader = load
-        push.undo.callback(setattr, parameter, "weight_loader", loader)
+            parameter.weight_loader = load
+            undo.callback(setattr, parameter, "weight_loader", loader)
 
 
-def _prepack_experts(push):
-    """Until undone, a reload packs experts for vLLM's CPU kernel, as a start does.
+def _prepack_experts(push, undo):
+    """Until undone: a reload packs experts for vLLM's CPU kernel, as a start does.
 
-    0.32 packs them at start only: a reload leaves the plain layout in the same shape, which the
-    kernel misreads without an error. Layers still to be packed are noted.
+    0.32 packs them at start alone: a reload leaves the plain layout in the same shape, which the
+    kernel misreads without an error. A layer that was not packed counts as unwritten.
     """
     for path, layer in itertools.chain(*(model.named_modules() for model in push.models)):
         method = getattr(layer, "quant_method", None)
@@ -958,59 +906,43 @@ def _prepack_experts(push):
             continue
         if type(method).__name__ != "UnquantizedFusedMoEMethod":
             came = f"{path} has experts of {type(method).__name__} on CPU"
-            raise DrafterSyncError(f"{came}; wanted unquantised ones: a reload packs no others")
+            raise DrafterSyncError(f"{came}; wanted unquantised ones: others are not packed anew")
+        plain, pack = method.process_weights_after_loading, kernel.fused_experts
 
-        def process(
-            layer,
-            path=path,
-            load=method.process_weights_after_loading,
-            pack=kernel.fused_experts.process_weights_after_loading,
-        ):
-            load(layer)
-            pack(layer)
+        def process(layer, path=path, plain=plain, pack=pack):
+            plain(layer)
+            pack.process_weights_after_loading(layer)
             push.unpacked.discard(path)
 
         push.unpacked.add(path)
         method.process_weights_after_loading = process
-        push.undo.callback(delattr, method, "process_weights_after_loading")
+        undo.callback(delattr, method, "process_weights_after_loading")
 
 
 def _report(push):
     """What _prove asks for: parameters written whole, faults, and what became of each tensor."""
-    places = push.places.values()
-    num = {id(place): sum(n for _, n in place.parts.values()) for place in places}
-    full = [place for place in places if num[id(place)] == place.numel]
-    held = {id(place.was) for place in full if place.was is not None}  # tied: two names, one tensor
-    unfilled = [f"experts of {path} in a layout that the kernel misreads" for path in push.unpacked]
-    for place in places:
-        if num[id(place)] != place.numel and id(place.was) not in held:
+    for place in push.places.values():
+        place.num = sum(num for _, num in place.parts.values())
+    full = [place for place in push.places.values() if place.num == place.numel]
+    held = {id(place.kernel) for place in full if place.kernel is not None}
+    unwritten = []
+    for place in push.places.values():  # tied: two places, one parameter
+        if place.num != place.numel and id(place.kernel) not in held:
             names = sorted({name for name, _ in place.parts.values()})
-            came = f"{num[id(place)]} of {place.numel} elements of {place.name}"
-            unfilled.append(f"{came} (from {names})" if names else came)
+            came = f"{place.num} of {place.numel} elements of {place.name}"
+            unwritten.append(f"{came}, from {names}" if names else came)
+    unwritten += [f"{path} in a layout that its kernel misreads" for path in push.unpacked]
     return {
         "loaded": [sum(place.model == i for place in full) for i in (0, 1)],
-        "unfilled": unfilled,
+        "unwritten": unwritten,
         "digests": _hex(push.digests),
-        "taken": {name: [num, push.numel[name]] for name, num in push.taken.items()},
-        "doubles": push.doubles,
+        "numel": push.numel,
+        "taken": push.taken,
+        "twins": push.twins,
     }
 
 
-def _own(models):
-    """(name, parameter, layer) of the drafter's own parameters, those of the target left out."""
-    target, drafter = models
-    shared = {id(parameter) for parameter in target.parameters()}
-    return [
-        (f"{path}.{leaf}", parameter, layer)
-        for path, layer in drafter.named_modules()
-        for leaf, parameter in layer._parameters.items()
-        if parameter is not None and id(parameter) not in shared
-    ]
-
-
-# --------------------------------------------------------------------------------------------------
-# Digests, on both sides
-# --------------------------------------------------------------------------------------------------
+# ---- digests, on both sides ----------------------------------------------------------------------
 
 
 def _sampled(tensor, columns):
@@ -1029,12 +961,12 @@ def _digest(tensor):
     flat = tensor.detach().reshape(-1)
     # So many words at a time: few launches on a GPU, what fits the cache on a CPU.
     num_words = 1 << 22 if flat.is_cuda else 1 << 15
-    num_odd = min(num_words, tensor.nbytes // 8 + 1)
-    odd = torch.arange(1, 2 * num_odd, 2, device=flat.device)
+    odd = torch.arange(1, 2 * min(num_words, tensor.nbytes // 8 + 1), 2, device=flat.device)
     total = torch.full((), tensor.nbytes, device=flat.device)
     for i, chunk in enumerate(flat.split(num_words * 8 // flat.element_size())):
         chunk = chunk.clone().view(torch.uint8)  # aligned
-        chunk = torch.nn.functional.pad(chunk, (0, -len(chunk) % 8)) if len(chunk) % 8 else chunk
+        if len(chunk) % 8:
+            chunk = torch.nn.functional.pad(chunk, (0, -len(chunk) % 8))
         words = chunk.view(torch.int64) * 0x2545F4914F6CDD1D  # odd constant of xorshift*
         words ^= words >> 32  # not linear in the words: a swap cannot cancel out
         total += words.mul_(odd[: len(words)]).sum() * (2 * i + 1)
@@ -1053,39 +985,30 @@ def _hex(digests):
 
 def _numbers(scalars):
     """{name: number} of {name: 0-dim tensor}, on whichever devices these lie."""
-    if not scalars:
-        return {}
-    device = next(iter(scalars.values())).device
-    numbers = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist()
+    values = list(scalars.values())
+    numbers = torch.stack([x.to(values[0].device) for x in values]).tolist() if values else []
     return dict(zip(scalars, numbers, strict=True))
 
 
-# --------------------------------------------------------------------------------------------------
-# Drivers
-# --------------------------------------------------------------------------------------------------
+# ---- drivers -------------------------------------------------------------------------------------
 
 
 def sync_weights(llm, named_tensors, **settings):
     """Pushes the actor's weights to a running vllm.LLM: target and MTP drafter, or an error.
 
-    llm             in-process, in a process of its own, or tensor-parallel on one node; awake, or
-                    woken by wake_up(tags=["weights"]); no request in flight.
-    named_tensors,  as sync_steps takes them: drafter=True, verify=True, bucket_bytes=256 * 2**20.
-    settings        Returns its SyncReport.
+    llm            in-process, in a process of its own, or tensor-parallel on one node; awake, or
+                   woken by wake_up(tags=["weights"]); no request in flight.
+    named_tensors  and settings (drafter, verify, bucket_bytes) as sync_steps takes them.
 
-    The prefix cache is reset. DrafterSyncError also where the engine's process dies.
+    Returns SyncReport. The prefix cache is reset. DrafterSyncError also where the engine dies.
     """
-    if llm.llm_engine.has_unfinished_requests():
-        came = "requests are in flight, half of their tokens would come from other weights"
+    if llm.llm_engine.has_unfinished_requests() or llm.reset_prefix_cache() is False:
+        came = "requests are in flight: their tokens, or cached keys, would mix two policies"
         raise DrafterSyncError(f"{came}; wanted none: finish or abort them. Nothing has changed")
-    if llm.reset_prefix_cache() is False:
-        came = "vLLM did not reset its prefix cache, which holds keys of the old weights"
-        raise DrafterSyncError(f"{came}; wanted no block in use. Nothing has changed")
     steps, results = sync_steps(named_tensors, **settings), None
-    step = steps.send
     while True:
         try:
-            method, args = step(results)
+            method, args = steps.send(results)
         except StopIteration as end:
             return end.value
         except DrafterSyncError as error:
@@ -1093,16 +1016,16 @@ def sync_weights(llm, named_tensors, **settings):
                 raise
             raise DrafterSyncError(f"{error}. The engine is dead: start a new one") from error
         try:
-            step, results = steps.send, _rpc(llm, method, args)
+            results = _rpc(llm, method, args)
         except BaseException as error:
-            step, results = steps.throw, error
+            results = error
 
 
 async def async_sync_weights(engine, named_tensors, *, mode="abort", **settings):
     """sync_weights for vLLM's AsyncLLM, under load: pauses, pushes, resets the cache, resumes.
 
     mode  what becomes of requests in flight: "abort" ends them with what they have, "wait" lets
-          them finish. Either way each request is served by one policy ("keep" would mix two).
+          them finish. Either way a request is served by one policy; vLLM's "keep" would mix two.
 
     After a failure the engine stays paused, so that mixed weights serve nobody: push again.
     """
@@ -1110,18 +1033,18 @@ async def async_sync_weights(engine, named_tensors, *, mode="abort", **settings)
         raise ValueError(f'mode={mode!r}; wanted "abort" or "wait": others mix two policies')
     await engine.pause_generation(mode=mode)
     steps, results = sync_steps(named_tensors, **settings), None
-    step = steps.send
     while True:
         try:
-            method, args = step(results)
+            method, args = steps.send(results)
         except StopIteration as end:
             report = end.value
             break
         try:
-            step, results = steps.send, await engine.collective_rpc(method, args=tuple(args))
+            results = await engine.collective_rpc(method, args=tuple(args))
         except BaseException as error:
-            step, results = steps.throw, error
-    await engine.reset_prefix_cache()
+            results = error
+    if await engine.reset_prefix_cache() is False:
+        raise DrafterSyncError("vLLM kept its prefix cache, with keys of the old weights; paused")
     await engine.resume_generation()
     return report
 
