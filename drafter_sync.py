@@ -111,15 +111,14 @@ def megatron_to_hf(named_params, hf_config):
         if name == "output_layer.weight" and _get(hf_config, "tie_word_embeddings"):
             continue
         if name not in layouts or not seen.isdisjoint(layouts[name][1]):
-            came = f"{name} is no parameter of this MiMo, or came twice"
-            raise DrafterSyncError(f"{came}; wanted one model's: pass it and its own config")
+            raise DrafterSyncError(f"{name} is not in this config's MiMo, or came twice")
         kind, shapes = layouts[name]
         seen.update(shapes)
         pieces = _to_hf(kind, _gather(kind, tensor.detach()), hf_config)
         for (hf_name, shape), piece in zip(shapes.items(), pieces, strict=True):
             if tuple(piece.shape) != shape:
                 came = f"{name} gives {hf_name} the shape {list(piece.shape)}"
-                raise DrafterSyncError(f"{came}; wanted {list(shape)}: pass this model's config")
+                raise DrafterSyncError(f"{came}; wanted {list(shape)}, by this config")
             yield hf_name, piece
 
 
@@ -141,26 +140,23 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
     owner, waiting, done, twins = {}, {}, set(), []
     for name, of in plain.items():
         if of not in layouts and not (tied and of == "output_layer.weight"):
-            came = f"{name} is no parameter of this MiMo"
-            raise DrafterSyncError(f"{came}; wanted one model's: pass it and its own config")
+            raise DrafterSyncError(f"{name} is not in this config's MiMo")
         owner |= dict.fromkeys(layouts.get(of, ("", ()))[1], name)
     for hf_name, tensor in _pairs(named_tensors):
         if tied and hf_name in ("model.embed_tokens.weight", "lm_head.weight"):
             twins.append(tensor)
             if len(twins) == 2 and not torch.equal(twins[0], twins[1].to(twins[0])):
-                came = "lm_head.weight differs from model.embed_tokens.weight, and they are tied"
-                raise DrafterSyncError(f"{came}; wanted equal ones: leave it out, or untie them")
+                raise DrafterSyncError("lm_head.weight and model.embed_tokens.weight, tied, differ")
             if hf_name == "lm_head.weight":
                 continue
         if hf_name not in owner or hf_name in done:
-            came = f"{hf_name} is left over: the model has no place for it, or it came twice"
-            raise DrafterSyncError(f"{came}; wanted each once: without MTP layers, drop MTP's")
+            raise DrafterSyncError(f"{hf_name} is left over: not in the model, or it came twice")
         done.add(hf_name)
         name = owner[hf_name]
         kind, shapes = layouts[plain[name]]
         if tuple(tensor.shape) != shapes[hf_name]:
-            came = f"{hf_name} has shape {list(tensor.shape)}, wanted {list(shapes[hf_name])}"
-            raise DrafterSyncError(f"{came}: pass this checkpoint's own config")
+            came = f"{hf_name} has shape {list(tensor.shape)}"
+            raise DrafterSyncError(f"{came}; wanted {list(shapes[hf_name])}, by this config")
         pieces = waiting.setdefault(name, {})
         pieces[hf_name] = tensor
         if len(pieces) == len(shapes):
@@ -230,9 +226,8 @@ def _to_megatron(kind, pieces, hf_config):
         return torch.cat(pieces[0].chunk(2, 1)[::-1], 1)
     if kind == "qkv":
         groups = _get(hf_config, "num_key_value_heads")
-        head = len(pieces[1]) // groups
-        grouped = [piece.reshape(groups, -1, head, *piece.shape[1:]) for piece in pieces]
-        return torch.cat(grouped, 1).flatten(0, 2)
+        grouped = [piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces]
+        return torch.cat(grouped, 1).flatten(0, 1)
     return torch.cat(pieces) if kind == "gate_up" else pieces[0]
 
 
@@ -274,8 +269,7 @@ def _cut(name, kind, whole, like):
     else:
         part = torch.cat([half.chunk(tp_size, dim)[rank] for half in halves])
     if like is not None and like.shape != part.shape:
-        came = f"{name} becomes {list(part.shape)}, wanted {list(like.shape)}"
-        raise DrafterSyncError(f"{came}: pass the state dict of the model that is to be filled")
+        raise DrafterSyncError(f"{name} becomes {list(part.shape)}; wanted {list(like.shape)}")
     return part
 
 
@@ -298,24 +292,23 @@ def _pairs(named):
 def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
     """Inside, depth 1 of a Megatron GPTModel computes what vLLM's MiMo drafter computes.
 
-    Three conventions differ, all silent when wrong; the third lives in the name map:
-        state       vLLM feeds the MTP layer the trunk state before the final norm, Megatron after
-        position 0  vLLM zeroes the token embedding at position 0 of every document
-        halves      eh_proj reads [embedding, hidden], MiMo's input_proj [hidden, embedding]
+    Three conventions differ, all silent when wrong (the third is [embedding, hidden] in eh_proj,
+    [hidden, embedding] in MiMo's input_proj: the name map swaps them).
 
     model           GPTModel with one MTP layer, or the list of a pipeline's chunks, inside any
                     number of .module and .language_model, on megatron-core 0.16 to 0.19. A stage
                     without a head passes through.
-    pre_norm        the state before the final norm. Gradient flows there and no longer through
-                    the norm, unless the caller cut the trunk (patch_mtp_loss does).
-    zero_position0  a flag, since it is a reported fault of vLLM and may go. Position 0 is where
-                    packed_seq_params starts a document, or where position_ids is 0 in dense input.
+    pre_norm        vLLM feeds the layer the trunk state before the final norm, Megatron the one
+                    after. Gradient flows there and no longer through the norm, unless the caller
+                    cut the trunk (patch_mtp_loss does).
+    zero_position0  vLLM zeroes the embedding at position 0 of every document: where
+                    packed_seq_params starts one, or where position_ids is 0 in dense input. A
+                    flag, since it is a reported fault and may go.
 
     The main logits do not change. In any order with patch_mtp_loss, draft_tokens,
-    patch_mtp_recompute and skip_mtp; nested use changes nothing. On exit, also after an error, the
-    model is as it was found. ValueError for a model with no MTP layer or several (vLLM's MiMo
-    drafts with one), or with sequence or context parallelism, where each rank has a share of the
-    slots; RuntimeError where Megatron's parts are not the ones expected.
+    patch_mtp_recompute and skip_mtp. On exit, also after an error, the model is as it was found.
+    ValueError for a model with another number of MTP layers, or where each rank has a share of the
+    slots (sequence or context parallel); RuntimeError where Megatron's parts are not as expected.
     """
     chunk = _chunk_with_head(model)
     if chunk is None:
@@ -392,8 +385,7 @@ def _chunk_with_head(model):
 def _check_chunk(chunk):
     config, num_layers = chunk.config, len(getattr(getattr(chunk, "mtp", None), "layers", []))
     if num_layers != 1:
-        came = f"{type(chunk).__name__} has {num_layers} MTP layers"
-        raise ValueError(f"{came}; wanted 1, as vLLM's MiMo drafter has: set mtp_num_layers=1")
+        raise ValueError(f"the model has {num_layers} MTP layers; wanted 1, as vLLM's MiMo drafter")
     if config.sequence_parallel or config.context_parallel_size > 1:
         came = f"sequence_parallel {config.sequence_parallel}, cp {config.context_parallel_size}"
         raise ValueError(f"{came}; wanted False and 1: each rank has a share of the slots")
@@ -425,8 +417,8 @@ MIXED = "The engine holds mixed weights until a whole push succeeds"
 def sync_steps(named_tensors, *, drafter=True, verify=True, bucket_bytes=256 * 2**20):
     """A push as steps: yields (worker method, args), is sent the list of all workers' results.
 
-    Whatever calls a method of DrafterSyncExtension on all workers can drive it, a Ray actor or
-    vLLM's HTTP /collective_rpc, since args and results survive JSON:
+    Whatever calls a worker method on all workers can drive it, a Ray actor or vLLM's HTTP
+    /collective_rpc, since args and results survive JSON:
 
         steps, results = sync_steps(pairs), None
         with contextlib.suppress(StopIteration):
@@ -724,7 +716,9 @@ class DrafterSyncExtension:
                     layerwise.finalize_layerwise_reload(model, model_config)
         push.undo = push.buffer = push.places = push.shared = push.partial = None
         if len(push.models) == 2:
-            self._drafter_sync_known = self._drafter_sync_raw() if whole else {}  # {}: trust none
+            self._drafter_sync_known = (
+                self.drafter_sync_fingerprint() if whole else {}
+            )  # {}: trust none
         return report
 
     def drafter_sync_lost(self):
@@ -733,7 +727,7 @@ class DrafterSyncExtension:
         Sleep level 2 discards the drafter's weights with the target's: a push of the target alone
         leaves it so. Before the first push: norms that no drafter can have.
         """
-        now = self._drafter_sync_raw()
+        now = self.drafter_sync_fingerprint()
         if not hasattr(self, "_drafter_sync_known"):
             norms = [(name, p) for name, p, _ in self._drafter_sync_own() if "norm" in name]
             if lost := [name for name, p in norms if not p.isfinite().all() or not p.any()]:
@@ -741,18 +735,15 @@ class DrafterSyncExtension:
             self._drafter_sync_known = now
         return [name for name in now if now[name] != self._drafter_sync_known.get(name)]
 
-    def _drafter_sync_raw(self):
-        return _hex({name: _digest(parameter) for name, parameter, _ in self._drafter_sync_own()})
-
     def _drafter_sync_own(self):
-        """(name, parameter, layer) of the drafter's own, what it shares with the target left out."""
+        """(name, tensor, layer) of the drafter's own, what it shares with the target left out."""
         target, drafter = self.drafter_sync_models()
-        shared = {id(parameter) for parameter in target.parameters()}
+        shared = set(target.modules())
         return [
-            (f"{path}.{leaf}", parameter, layer)
+            (f"{path}.{leaf}", tensor, layer)
             for path, layer in drafter.named_modules()
-            for leaf, parameter in layer._parameters.items()
-            if parameter is not None and id(parameter) not in shared
+            for leaf, tensor in layer._parameters.items()
+            if tensor is not None and layer not in shared
         ]
 
     def drafter_sync_fingerprint(self):
@@ -762,7 +753,8 @@ class DrafterSyncExtension:
             if not tensor.numel() and hasattr(layer, "cpu_linear"):  # packed away: x @ I shows it
                 size = getattr(layer, "input_size_per_partition", None) or layer.input_size
                 rows = torch.eye(size, dtype=self.vllm_config.model_config.dtype)
-                tensor = layer.cpu_linear(rows, tensor, None)
+                with contextlib.suppress(RuntimeError):  # or gone, into what MLA computes with
+                    tensor = layer.cpu_linear(rows, tensor, None)
             prints[name] = _digest(tensor)
         return _hex(prints)
 

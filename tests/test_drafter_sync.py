@@ -638,7 +638,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_push_is_an_error_that_says_so(two
 # ---- under load: vLLM's asynchronous engine -------------------------------------------------------
 
 # Longer than two blocks of the cache, so that a request that repeats one finds its keys there.
-PROMPTS = [[(7 * i + 11 * j) % 64 for j in range(40)] for i in range(4)]
+PROMPTS = [[(7 * i + 11 * j) % 64 for j in range(72)] for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -657,7 +657,7 @@ def two_policies(megatron, tmp_path_factory):
                 positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
                 best = model(tokens, positions, None)[:, -1].argmax(-1, keepdim=True)
                 tokens = torch.cat([tokens, best], 1)
-        policies.append((pairs, tokens[:, 40:].tolist()))
+        policies.append((pairs, tokens[:, 72:].tolist()))
     toy.engine.write_checkpoint(folder, hf_config, policies[0][0].items())
     assert all(a[0] != b[0] for a, b in zip(policies[0][1], policies[1][1], strict=True))
     return folder, policies
@@ -678,7 +678,7 @@ def on_async_engine(folder, use):
                 dtype="float32",
                 enforce_eager=True,
                 max_num_seqs=16,
-                block_size=16,
+                block_size=32,
                 enable_chunked_prefill=False,
                 speculative_config={"method": "mtp", "num_speculative_tokens": 1},
                 worker_extension_cls="drafter_sync.DrafterSyncExtension",

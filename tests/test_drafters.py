@@ -135,10 +135,12 @@ class ReadBack(DrafterSyncExtension):
         for which, model in zip(("target", "drafter"), self.drafter_sync_models(), strict=True):
             for path, layer in model.named_modules():
                 tensors = layer._parameters | layer._buffers | vars(layer)
+                tensors |= vars(getattr(layer, "impl", None) or object)  # MLA keeps kv_b_proj there
                 for leaf, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor) or leaf == "kv_cache":
                         continue
-                    if leaf == "weight" and hasattr(layer, "cpu_linear"):  # packed by oneDNN
+                    is_mla = path.endswith("kv_b_proj") and not tensor.numel()
+                    if leaf == "weight" and hasattr(layer, "cpu_linear") and not is_mla:
                         size = getattr(layer, "input_size_per_partition", None)
                         size = tensor.shape[1] if tensor.dim() == 2 else size or layer.input_size
                         rows = torch.eye(size, dtype=self.vllm_config.model_config.dtype)
@@ -156,8 +158,8 @@ def engine_of(request, tmp_path_factory):
     tensors = write_checkpoint(folder, *request.param)
     llm = toy.engine.start_engine(
         folder,
-        # vLLM's MLA kernel for x86 with AMX knows no float32.
-        dtype="bfloat16" if "deepseek_v3" in request.param else "float32",
+        # Of these, some of vLLM's CPU kernels know no float32: MLA (with AMX), linear attention.
+        dtype="bfloat16" if {"deepseek_v3", "qwen3_next"} & {*request.param} else "float32",
         worker_extension_cls="test_drafters.ReadBack",
         max_num_seqs=8,
         enable_prefix_caching=False,  # with it, vLLM's linear attention wants Triton
