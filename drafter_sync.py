@@ -35,6 +35,7 @@ Limits  One node (but see drafter_sync_take), no pipeline stages in vLLM. Run on
 Run     tests/test_drafter_sync.py and tests/test_drafters.py are the specification.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import inspect
@@ -707,14 +708,14 @@ class DrafterSyncExtension:
             config.model_config,
             getattr(config.speculative_config, "draft_model_config", None),
         )
-        with push.undo or contextlib.nullcontext(), self._drafter_sync_config(), self.device:
-            for model, model_config in zip(push.models, configs, strict=False):
+        undo, push.undo = push.undo, None
+        with undo or contextlib.nullcontext(), self._drafter_sync_config(), self.device:
+            for model, model_config in zip(push.models, configs if undo else (), strict=False):
                 for layer in () if whole else model.modules():  # no half layer: the old one stays
                     info = layerwise.get_layerwise_info(layer)
                     info.load_numel, info.loaded_weights = 0, []
-                if push.undo:
-                    layerwise.finalize_layerwise_reload(model, model_config)
-        push.undo = push.buffer = push.places = push.shared = push.partial = None
+                layerwise.finalize_layerwise_reload(model, model_config)
+        push.buffer = push.places = push.shared = push.partial = None
         if len(push.models) == 2:
             self._drafter_sync_known = (
                 self.drafter_sync_fingerprint() if whole else {}
@@ -892,6 +893,9 @@ def _prepack_experts(push, undo):
     kernel misreads without an error. A layer that was not packed counts as unwritten.
     """
     for path, layer in itertools.chain(*(model.named_modules() for model in push.models)):
+        if getattr(layer, "is_amx_bmm_enabled", False):
+            came = f"{path} is vLLM's MLA for AMX, which drops a weight that a reload wants"
+            raise DrafterSyncError(f'{came}; wanted vllm.LLM(attention_backend="CPU_MLA")')
         method = getattr(layer, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         if kernel is None or "process_weights_after_loading" in vars(method):
@@ -1023,8 +1027,8 @@ async def async_sync_weights(engine, named_tensors, *, mode="abort", **settings)
     """
     if mode not in ("abort", "wait"):
         raise ValueError(f'mode={mode!r}; wanted "abort" or "wait": others mix two policies')
-    await engine.pause_generation(mode=mode)
     steps, results = sync_steps(named_tensors, **settings), None
+    await _while_alive(engine, engine.pause_generation(mode=mode))
     while True:
         try:
             method, args = steps.send(results)
@@ -1032,13 +1036,25 @@ async def async_sync_weights(engine, named_tensors, *, mode="abort", **settings)
             report = end.value
             break
         try:
-            results = await engine.collective_rpc(method, args=tuple(args))
+            call = engine.collective_rpc(method, args=tuple(args))
+            results = await _while_alive(engine, call)
         except BaseException as error:
             results = error
-    if await engine.reset_prefix_cache() is False:
-        raise DrafterSyncError("vLLM kept its prefix cache, with keys of the old weights; paused")
-    await engine.resume_generation()
+    if await _while_alive(engine, engine.reset_prefix_cache()) is False:
+        raise DrafterSyncError("vLLM kept its prefix cache, with keys of the old weights")
+    await _while_alive(engine, engine.resume_generation())
     return report
+
+
+async def _while_alive(engine, call):
+    """vLLM's calls can wait for ever where the engine's process dies."""
+    task = asyncio.ensure_future(call)
+    while not task.done():
+        await asyncio.wait([task], timeout=0.5)
+        if engine.errored:
+            task.cancel()
+            raise DrafterSyncError("The engine is dead: start a new one")
+    return task.result()
 
 
 def drafter_fingerprint(llm):

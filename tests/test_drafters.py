@@ -32,8 +32,8 @@ EXPERTS = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 LINEAR = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=2,
-    linear_key_head_dim=32,
-    linear_value_head_dim=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
     layer_types=["linear_attention", "full_attention"],
 )
 GLM = dict(head_dim=32, n_routed_experts=4, use_qk_norm=True, attention_bias=True)
@@ -44,10 +44,10 @@ DEEPSEEK = dict(
     topk_group=1,
     first_k_dense_replace=1,
     q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,  # the sizes that the kernels know
+    qk_rope_head_dim=64,
+    v_head_dim=128,
 )
 ERNIE = dict(moe_num_experts=4, moe_k=2, moe_layer_end_index=1, moe_intermediate_size=32)
 EXAONE = dict(num_experts=4, first_k_dense_replace=1, layer_types=["full_attention"] * 2)
@@ -84,7 +84,7 @@ def write_checkpoint(folder, architecture, **changes):
         for name, tensor in tensors.items()
         if name.startswith(trunk)
     }
-    if architecture == "ernie":  # a dense layer, whatever the trunk's last one is
+    if architecture in ("ernie", "exaone_moe"):  # a dense layer: the trunk has it first
         block = {
             n.replace("model.layers.0.", layer): t
             for n, t in tensors.items()
@@ -156,13 +156,17 @@ def engine_of(request, tmp_path_factory):
     """(llm, tensors, read back after the start, tokens and accept counts after the start)"""
     folder = str(tmp_path_factory.mktemp("drafter"))
     tensors = write_checkpoint(folder, *request.param)
+    settings = {}
+    if {"deepseek_v3", "qwen3_next"} & {*request.param}:
+        settings["dtype"] = "bfloat16"  # vLLM's CPU kernels for linear attention know no float32
+    if "deepseek_v3" in request.param:  # the MLA for AMX is refused, see below
+        settings["attention_backend"] = "CPU_MLA"
     llm = toy.engine.start_engine(
         folder,
-        # Of these, some of vLLM's CPU kernels know no float32: MLA (with AMX), linear attention.
-        dtype="bfloat16" if {"deepseek_v3", "qwen3_next"} & {*request.param} else "float32",
         worker_extension_cls="test_drafters.ReadBack",
         max_num_seqs=8,
         enable_prefix_caching=False,  # with it, vLLM's linear attention wants Triton
+        **settings,
     )
     yield llm, tensors, llm.collective_rpc("read_back")[0], answers(llm)
     llm.llm_engine.engine_core.shutdown()
