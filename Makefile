@@ -26,7 +26,7 @@ unexport VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV UV_PYTHON UV_SYSTEM_PYTHON UV_TARGET UV_PREFIX
 STOP = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help train test test-releases test-verl check figures lock clean force $(RELEASES:%=release-%)
+.PHONY: help train test test-releases test-verl test-drafters check figures lock clean force $(RELEASES:%=release-%)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ test-releases: $(VENV_READY) ## the Megatron tests on megatron-core 0.16.1, 0.17
 test-verl: .verl/$(VERL)/ready ## the fixes inside verl 0.9.1's own code
 	PYTHONPATH=$(CURDIR)/$(<D) $(PYTHON) -m pytest -p no:cacheprovider -m verl \
 		tests/test_verl.py $(ARGS)
+
+test-drafters: $(VENV_READY) ## a push to each MTP drafter that vLLM starts (minutes)
+	$(PYTHON) -m pytest -m drafters tests/test_drafters.py $(ARGS)
 
 check: $(VENV_READY) ## ruff: lint and format
 	$(PYTHON) -m ruff check .

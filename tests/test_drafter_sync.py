@@ -1,9 +1,17 @@
 """Fix 5: names, conventions and pushes, against the running engine."""
 
+import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
@@ -12,19 +20,25 @@ from conftest import build_tiny, random_weights, run_on_ranks
 
 import toy.engine
 import toy.model
-import train_mimo
 from drafter_sync import (
     DrafterSyncError,
+    async_sync_weights,
     drafter_fingerprint,
     hf_to_megatron,
     match_vllm_mimo,
     megatron_to_hf,
+    sync_steps,
     sync_weights,
 )
 from mtp_loss import draft_tokens, patch_mtp_loss
 from mtp_recompute import patch_mtp_recompute
 from ref_disable import skip_mtp
-from spec_metrics import counts_from_vllm_counters, replay_acceptance, summarize
+from spec_metrics import (
+    counts_from_vllm,
+    counts_from_vllm_counters,
+    replay_acceptance,
+    summarize,
+)
 
 TINY = dict(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)  # as build_tiny
 DOCUMENTS = [[3, 9, 27, 18, 54], [5, 6], [60, 1, 2, 3, 4, 5, 6]]
@@ -268,13 +282,21 @@ def push(engine, seed, **settings):
 
 
 def sample(llm, temperature=0.0, num=40, tokens=40, seed=0):
-    """Samples as train_mimo makes them; prompts of 2 to 8 tokens."""
+    """Samples with decisions, accepted or not in each verify step; prompts of 2 to 8 tokens."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = [
-        (torch.randint(64, (2 + i % 7,), generator=generator).tolist(), tokens) for i in range(num)
-    ]
-    args = train_mimo.Args(temperature=temperature, seed=seed)
-    return train_mimo.sample(llm, prompts, args, 0)
+    prompts = [torch.randint(64, (2 + i % 7,), generator=generator).tolist() for i in range(num)]
+    seeds = range(seed * 1000, seed * 1000 + num)
+    samples = toy.engine.sample(llm, prompts, [tokens] * num, seeds, temperature=temperature)
+    for s in samples:
+        s["decisions"] = s["output"].outputs[0].spec_decode_metrics.per_step_accepted
+    return samples
+
+
+def unswapped(pairs):
+    """`before`: eh_proj's halves as Megatron has them; vLLM loads them without a word."""
+    for name, tensor in pairs:
+        is_joint = name.endswith("input_proj.weight")
+        yield name, torch.cat(tensor.chunk(2, 1)[::-1], 1) if is_joint else tensor
 
 
 def agreement(model, samples):
@@ -289,10 +311,15 @@ def agreement(model, samples):
 
 
 def logprob_gap(model, samples, temperature=1.0):
-    batch = train_mimo.make_batch(samples, "cpu")
-    with torch.no_grad(), skip_mtp(model):
-        trainer = train_mimo.label_logprobs(train_mimo.forward(model, batch), batch, temperature)
-    return (trainer - torch.tensor([x for s in samples for x in s["logprobs"]])).abs().max().item()
+    gaps = []
+    for s in samples:
+        tokens = torch.tensor([s["prompt"] + s["response"]])
+        with torch.no_grad(), skip_mtp(model):
+            logits = model(tokens, torch.arange(tokens.shape[1])[None], None)
+        logprobs = (logits[0, :-1].float() / temperature).log_softmax(-1)
+        trainer = logprobs.gather(1, tokens[0, 1:, None])[len(s["prompt"]) - 1 :, 0]
+        gaps.append((trainer - torch.tensor(s["logprobs"])).abs().max().item())
+    return max(gaps)
 
 
 @pytest.mark.engine
@@ -329,7 +356,7 @@ def test_the_push_resets_the_prefix_cache_and_reaches_the_drafter_only_when_told
 def test_halves_that_are_not_swapped_load_without_an_error_and_the_replay_shows_it(engine):
     llm, model, hf_config = engine
     push(engine, 4)
-    sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
+    sync_weights(llm, unswapped(megatron_to_hf(model.named_parameters(), hf_config)))
     agreed, total = agreement(model, sample(llm))
     assert agreed < total
 
@@ -359,7 +386,7 @@ def test_a_bad_push_names_the_tensor_says_what_the_engine_holds_and_the_next_who
     push(engine, 5)
     pairs = list(megatron_to_hf(model.named_parameters(), hf_config))
     with pytest.raises(
-        DrafterSyncError, match=r"layers\.1\.self_attn\.[kx]_proj.*(mixed weights|unchanged)"
+        DrafterSyncError, match=r"layers\.1\.self_attn\.(k|x|qkv)_proj.*mixed weights"
     ):
         sync_weights(llm, broken(pairs, how), bucket_bytes=20_000)
     push(engine, 6)
@@ -367,20 +394,69 @@ def test_a_bad_push_names_the_tensor_says_what_the_engine_holds_and_the_next_who
     assert agreed == total
 
 
+def drive(llm, steps, on_the_way=lambda method, args: None):
+    results = None
+    try:
+        while True:
+            method, args = steps.send(results)
+            on_the_way(method, args)
+            results = llm.collective_rpc(method, args=tuple(args))
+    except StopIteration as end:
+        return end.value
+
+
 @pytest.mark.engine
-def test_a_drafter_that_differs_from_what_was_sent_is_found(engine, monkeypatch):
+@pytest.mark.parametrize("verify", [True, "sample"])
+def test_bytes_that_change_on_the_way_are_found(engine, verify):
     llm, model, hf_config = engine
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    load = worker.model_runner.drafter.model.load_weights
+    bucket = []
 
-    def lost(weights):
-        return load((n, t + 1 if n.endswith("token_layernorm.weight") else t) for n, t in weights)  # noqa: E731
+    def spoil(method, args):
+        if method == "drafter_sync_begin":
+            bucket.append(args[-1])
+        if method == "drafter_sync_load":
+            for name, _, _, _, start, _ in args[0]:
+                if name.endswith("token_layernorm.weight"):  # 1.1 to 1.1000001, or a sign
+                    bucket[0][start] ^= 1
 
-    monkeypatch.setattr(worker.model_runner.drafter.model, "load_weights", lost)
-    with pytest.raises(DrafterSyncError, match="token_layernorm"):
-        sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
-    monkeypatch.undo()
     push(engine, 7)
+    pairs = dict(megatron_to_hf(model.named_parameters(), hf_config))
+    with pytest.raises(DrafterSyncError, match="token_layernorm.* mixed weights"):
+        drive(llm, sync_steps(pairs, verify=verify), spoil)
+    drive(llm, sync_steps(pairs, verify=False), spoil)  # nothing is compared, nothing is found
+    assert drive(llm, sync_steps(pairs)).drafter_loaded == 11
+
+
+@pytest.mark.engine
+def test_tensors_of_the_callers_own_transport_join_the_push_and_none_may_be_missing(engine):
+    llm, model, hf_config = engine
+    push(engine, 12)
+    fresh = drafter_fingerprint(llm)
+    random_weights(model, 13)
+    pairs = list(megatron_to_hf(model.named_parameters(), hf_config))
+    own = [pair for pair in pairs if "mtp_layers" in pair[0]]
+    rest = [pair for pair in pairs if "mtp_layers" not in pair[0]]
+
+    def take(taken):
+        def before_the_end(method, args):
+            if method == "drafter_sync_finish" and args == [1]:
+                llm.collective_rpc("drafter_sync_take", args=(taken,))
+
+        return before_the_end
+
+    report = drive(llm, sync_steps(rest), take(own))
+    assert (report.target_loaded, report.drafter_loaded) == (17, 11)
+    held = drafter_fingerprint(llm)
+    assert all(held[name] != fresh[name] for name in held)
+    push(engine, 13)
+    assert drafter_fingerprint(llm) == held
+    with pytest.raises(DrafterSyncError, match="mtp_block.self_attn.o_proj"):
+        drive(llm, sync_steps(rest), take([pair for pair in own if "o_proj" not in pair[0]]))
+    with pytest.raises(DrafterSyncError, match="token_layernorm.* NaN"):
+        spoiled = [(n, t * float("nan") if "token_layernorm" in n else t) for n, t in own]
+        drive(llm, sync_steps([]), take(spoiled))
+    assert drive(llm, sync_steps([]), take(pairs)).drafter_loaded == 11
+    assert drafter_fingerprint(llm) == held
 
 
 @pytest.mark.engine
@@ -464,7 +540,7 @@ def test_counters_records_and_replay_reconcile_on_a_real_run(engine):
     before = llm.get_metrics()
     samples = sample(llm, temperature=1.0)
     records, total = (
-        [s["counts"] for s in samples],
+        counts_from_vllm([s["output"] for s in samples]),
         counts_from_vllm_counters(before, llm.get_metrics()),
     )
     assert total.draft_tokens == sum(r.draft_tokens for r in records)
@@ -482,30 +558,6 @@ def test_counters_records_and_replay_reconcile_on_a_real_run(engine):
 
 
 @pytest.mark.engine
-def test_each_planted_fault_is_named(engine):
-    llm, model, hf_config = engine
-    push(engine, 11)
-    pushed = {name: p.detach().clone() for name, p in model.mtp.named_parameters()}
-
-    def named(samples):
-        batch = train_mimo.make_batch(samples, "cpu")
-        drafts = train_mimo.trainer_drafts(model, batch)
-        return train_mimo.explain_first(
-            samples, drafts, train_mimo.drafts_by_cause(model, batch, pushed)
-        )
-
-    assert named(sample(llm)) == ""
-    sync_weights(llm, train_mimo.unswap(megatron_to_hf(model.named_parameters(), hf_config)))
-    assert "halves of input_proj not swapped" in named(sample(llm))
-    push(engine, 11)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.mtp.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    assert "stale drafter" in named(sample(llm))
-
-
-@pytest.mark.engine
 def test_the_drafter_is_found_at_speculator_too_and_one_that_is_nowhere_is_an_error(
     engine, monkeypatch
 ):
@@ -513,32 +565,11 @@ def test_the_drafter_is_found_at_speculator_too_and_one_that_is_nowhere_is_an_er
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     drafter = runner.drafter
     monkeypatch.delattr(runner, "drafter")
-    with pytest.raises(
-        DrafterSyncError, match="speculation .* is on, and the runner has no model at drafter"
-    ):
+    with pytest.raises(DrafterSyncError, match="speculator.* unchanged"):
         push(engine, 12)
     assert push(engine, 12, drafter=False).drafter_loaded == 0
     monkeypatch.setattr(runner, "speculator", drafter, raising=False)  # as vLLM's V2 runner has it
-    assert push(engine, 12).drafter_loaded == 11 and len(drafter_fingerprint(llm)) == 16
-
-
-@pytest.mark.engine
-def test_a_sample_of_every_matrix_finds_a_tensor_that_is_wrong_as_a_whole(engine, monkeypatch):
-    llm, _, _ = engine
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    load = model.load_weights
-    for wrong in (
-        "layers.0.mlp.down_proj.weight",
-        "embed_tokens.weight",
-        "layers.1.self_attn.k_proj.bias",
-    ):
-        off = lambda weights: load((n, t * 1.01 if n.endswith(wrong) else t) for n, t in weights)  # noqa: B023, E731
-        monkeypatch.setattr(model, "load_weights", off)
-        with pytest.raises(DrafterSyncError, match=wrong):
-            push(engine, 13, verify="sample")
-        push(engine, 13, verify=False)  # nothing is compared, nothing is found
-    monkeypatch.undo()
-    push(engine, 13)
+    assert push(engine, 12).drafter_loaded == 11 and len(drafter_fingerprint(llm)) == 11
 
 
 @pytest.fixture(scope="session")  # its end takes this process's groups down
@@ -548,7 +579,8 @@ def two_workers(megatron, tmp_path_factory):
     model = toy.model.build_model(hf_config)
     random_weights(model, 20)
     folder = str(tmp_path_factory.mktemp("two_workers"))
-    train_mimo.write_checkpoint(model, hf_config, folder)
+    named = megatron_to_hf(model.named_parameters(), hf_config)
+    toy.engine.write_checkpoint(folder, hf_config, named)
     alias = {
         "method": "mimo_mtp",
         "num_speculative_tokens": 1,
@@ -599,10 +631,197 @@ def test_a_worker_that_dies_in_the_middle_of_a_push_is_an_error_that_says_so(two
 
     with pytest.raises(DrafterSyncError, match="The engine is dead: start a new one"):
         sync_weights(llm, stream(), bucket_bytes=50_000)
-    with pytest.raises(DrafterSyncError, match="wanted an engine that lives"):
+    with pytest.raises(DrafterSyncError, match="dead"):
         sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
 
 
-def test_an_llm_that_is_none_is_an_error_of_ours():
-    with pytest.raises((DrafterSyncError, TypeError, ValueError)):
-        sync_weights(None, [])
+# ---- under load: vLLM's asynchronous engine -------------------------------------------------------
+
+# Longer than two blocks of the cache, so that a request that repeats one finds its keys there.
+PROMPTS = [[(7 * i + 11 * j) % 64 for j in range(72)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def two_policies(megatron, tmp_path_factory):
+    """(folder of A, [(pairs, {prompt: greedy continuation})] of A and B); the trainer continues."""
+    hf_config, policies = toy.model.mimo_config(), []
+    model = toy.model.build_model(hf_config)
+    folder = str(tmp_path_factory.mktemp("policies"))
+    for seed in (40, 41):
+        random_weights(model, seed)
+        named = megatron_to_hf(model.named_parameters(), hf_config)
+        pairs = {name: tensor.clone() for name, tensor in named}
+        tokens = torch.tensor(PROMPTS)
+        with torch.no_grad(), skip_mtp(model):
+            for _ in range(32):
+                positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+                best = model(tokens, positions, None)[:, -1].argmax(-1, keepdim=True)
+                tokens = torch.cat([tokens, best], 1)
+        policies.append((pairs, tokens[:, 72:].tolist()))
+    toy.engine.write_checkpoint(folder, hf_config, policies[0][0].items())
+    assert all(a[0] != b[0] for a, b in zip(policies[0][1], policies[1][1], strict=True))
+    return folder, policies
+
+
+def on_async_engine(folder, use):
+    """Runs use(AsyncLLM): an engine in a process of its own that ends with it."""
+    toy.engine.set_environment(process=True)
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def run():
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                folder,
+                skip_tokenizer_init=True,
+                trust_remote_code=True,
+                dtype="float32",
+                enforce_eager=True,
+                max_num_seqs=16,
+                block_size=32,
+                enable_chunked_prefill=False,
+                speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+                worker_extension_cls="drafter_sync.DrafterSyncExtension",
+            )
+        )
+        try:
+            return await use(engine)
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(run())
+
+
+async def stream(engine, i, name):
+    """(tokens, tokens whose keys came from the cache) of one greedy request."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
+    async for output in engine.generate({"prompt_token_ids": PROMPTS[i]}, params, name):
+        tokens, cached = list(output.outputs[0].token_ids), output.num_cached_tokens
+    return tokens, cached
+
+
+def check_streams_under_pushes(two_policies, num_pushes):
+    """Each request is wholly A's or wholly B's, as far as it came, whatever is pushed meanwhile."""
+    folder, policies = two_policies
+    told, ended = [[], []], []
+
+    async def ask(engine, i):
+        for n in itertools.count():
+            if ended:
+                return
+            tokens, cached = await stream(engine, i % 4, f"{i}-{n}")
+            whose = [w for w in (0, 1) if policies[w][1][i % 4][: len(tokens)] == tokens]
+            assert whose, f"prompt {i % 4}: {tokens} is neither A's nor B's"
+            if tokens:
+                told[whose[0]].append((len(tokens), cached))
+
+    async def use(engine):
+        asked = [asyncio.create_task(ask(engine, i)) for i in range(8)]
+        for n in range(1, num_pushes + 1):
+            await asyncio.sleep(0.3)
+            mode = "wait" if n % 4 == 0 else "abort"
+            report = await async_sync_weights(engine, policies[n % 2][0], mode=mode)
+            assert (report.target_loaded, report.drafter_loaded) == (17, 11)
+        ended.append(True)
+        await asyncio.gather(*asked)
+
+    on_async_engine(folder, use)
+    for of in told:
+        assert any(length == 32 for length, _ in of) and any(cached for _, cached in of)
+    assert any(length < 32 for length, _ in told[0] + told[1]), "no request was ever in flight"
+
+
+@pytest.mark.engine
+def test_streams_under_pushes_are_of_one_policy_each_and_see_no_old_keys(two_policies):
+    check_streams_under_pushes(two_policies, 8)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_streams_under_a_hundred_pushes_are_of_one_policy_each(two_policies):
+    check_streams_under_pushes(two_policies, 100)
+
+
+@pytest.mark.engine
+def test_an_async_engine_stays_paused_after_a_failed_push_until_a_whole_one(two_policies):
+    folder, ((a, told_a), (b, told_b)) = two_policies
+
+    async def use(engine):
+        assert (await stream(engine, 0, "fresh"))[0] == told_a[0]
+        spoiled = b | {"model.mtp_layers.0.input_proj.weight": a["lm_head.weight"]}
+        with pytest.raises(DrafterSyncError, match="input_proj.* mixed weights"):
+            await async_sync_weights(engine, spoiled)
+        assert await engine.is_paused()
+        await async_sync_weights(engine, b)
+        assert (await stream(engine, 0, "healed"))[0] == told_b[0]
+        with pytest.raises(ValueError, match="keep"):
+            await async_sync_weights(engine, a, mode="keep")
+
+        # `before`: the cache is not reset, and keys of B are served to A's requests
+        await engine.pause_generation(mode="abort", clear_cache=False)
+        steps, results = sync_steps(a), None
+        with contextlib.suppress(StopIteration):
+            while True:
+                method, args = steps.send(results)
+                results = await engine.collective_rpc(method, args=tuple(args))
+        await engine.resume_generation()
+        assert (await stream(engine, 0, "stale"))[0] not in (told_a[0], told_b[0])
+
+        [worker] = await engine.collective_rpc("drafter_sync_describe")
+        os.kill(worker["pid"], signal.SIGKILL)
+        with pytest.raises(DrafterSyncError, match="dead"):
+            await async_sync_weights(engine, b)
+
+    on_async_engine(folder, use)
+
+
+@pytest.mark.engine
+def test_three_lines_drive_a_push_over_http(two_policies, tmp_path):
+    folder, ((a, _), (b, _)) = two_policies
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    argv = f"""serve {folder} --port {port} --trust-remote-code --skip-tokenizer-init --dtype float32
+        --enforce-eager --max-num-seqs 8 --no-enable-chunked-prefill --worker-extension-cls
+        drafter_sync.DrafterSyncExtension --speculative-config {speculative.replace(" ", "")}"""
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *argv.split()]
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, start_new_session=True
+    )
+
+    def call(method, args):
+        body = json.dumps({"method": method, "args": args}).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{port}/collective_rpc"
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+            return json.load(answer)["results"]
+
+    def push(pairs):
+        steps, results = sync_steps(pairs), None
+        with contextlib.suppress(StopIteration):
+            while True:
+                results = call(*steps.send(results))
+        return call("drafter_sync_fingerprint", [])[0]
+
+    try:
+        while True:
+            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                fresh = call("drafter_sync_fingerprint", [])[0]
+                break
+            time.sleep(0.5)
+        other = push(b)
+        assert all(other[name] != fresh[name] for name in fresh) and len(fresh) == 11
+        assert push(a) == fresh
+        with pytest.raises(DrafterSyncError, match="k_proj.* mixed weights"):
+            push(broken(b.items(), "NaN"))
+        assert push(b) == other
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+        log.close()
