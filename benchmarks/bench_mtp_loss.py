@@ -22,6 +22,7 @@ import statistics
 import common  # isort: skip, before torch: it sets paths
 import torch
 import torch.nn.functional as F
+from common import peak_bytes, seconds
 
 import toy.model
 from mtp_loss import mtp_cross_entropy
@@ -147,7 +148,7 @@ def measure(device, sizes, chunks, repeats):
         row = rows[name, share] = {"name": name, "counted": share}
         try:
             fresh(run)()  # compiles
-            row["peak_mib"] = round(common.peak_bytes(device, fresh(run)) / 2**20)
+            row["peak_mib"] = round(peak_bytes(device, fresh(run)) / 2**20)
             if states.grad is not None:
                 slots, grad = exact[share]
                 error = (states.grad[slots, 0].double() - grad).abs().max() / grad.abs().max()
@@ -158,7 +159,7 @@ def measure(device, sizes, chunks, repeats):
     times = {key: [] for key, row in rows.items() if "error" not in row}
     for _ in range(repeats):
         for key, of_key in times.items():
-            of_key.append(1e3 * common.seconds(device, fresh(runs[key])))
+            of_key.append(1e3 * seconds(device, fresh(runs[key])))
     for key, of_key in times.items():
         row, floor = rows[key], statistics.median(times["floor", key[1]])
         row |= {"ms": statistics.median(of_key), "spread_ms": max(of_key) - min(of_key)}
