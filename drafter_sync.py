@@ -1047,14 +1047,19 @@ async def async_sync_weights(engine, named_tensors, *, mode="abort", **settings)
 
 
 async def _while_alive(engine, call):
-    """vLLM's calls can wait for ever where the engine's process dies."""
+    """vLLM's calls can wait for ever, or be cancelled, where the engine's process dies."""
     task = asyncio.ensure_future(call)
-    while not task.done():
-        await asyncio.wait([task], timeout=0.5)
-        if engine.errored:
-            task.cancel()
-            raise DrafterSyncError("The engine is dead: start a new one")
-    return task.result()
+    try:
+        while not task.done() and not engine.errored:
+            await asyncio.wait([task], timeout=0.5)
+        if task.done():
+            return task.result()
+        task.cancel()
+    except Exception as error:
+        await asyncio.sleep(1)  # a worker dies a moment before its engine
+        if not engine.errored:
+            raise DrafterSyncError(f"{type(error).__name__}: {error}") from error
+    raise DrafterSyncError("The engine is dead: start a new one")
 
 
 def drafter_fingerprint(llm):

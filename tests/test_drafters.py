@@ -161,6 +161,7 @@ def engine_of(request, tmp_path_factory):
         settings["dtype"] = "bfloat16"  # vLLM's CPU kernels for linear attention know no float32
     if "deepseek_v3" in request.param:  # the MLA for AMX is refused, see below
         settings["attention_backend"] = "CPU_MLA"
+        settings["speculative_config"] = {"attention_backend": "CPU_MLA"}
     llm = toy.engine.start_engine(
         folder,
         worker_extension_cls="test_drafters.ReadBack",
