@@ -784,11 +784,11 @@ def test_three_lines_drive_a_push_over_http(two_policies, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-    argv = f"""serve {folder} --port {port} --trust-remote-code --skip-tokenizer-init --dtype float32
+    argv = f"""--model {folder} --port {port} --trust-remote-code --skip-tokenizer-init --dtype float32
         --enforce-eager --max-num-seqs 8 --no-enable-chunked-prefill --worker-extension-cls
         drafter_sync.DrafterSyncExtension --speculative-config {speculative.replace(" ", "")}"""
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *argv.split()]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *argv.split()]
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen(
         command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -822,6 +822,7 @@ def test_three_lines_drive_a_push_over_http(two_policies, tmp_path):
             push(broken(b.items(), "NaN"))
         assert push(b) == other
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait()
         log.close()
