@@ -266,6 +266,23 @@ def test_main_logits_do_not_change_and_the_model_is_as_found_after_an_error(tiny
     assert tokens.tolist() == sum(before, [])
 
 
+def test_a_list_of_wrapped_chunks_is_served_and_a_stage_without_a_head_passes_through(tiny):
+    class Wrapped(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = tiny()
+    wanted = drafts_of(model, DOCUMENTS)
+    input_ids, position_ids, packed = toy.model.pack(DOCUMENTS)
+    with match_vllm_mimo([Wrapped(Wrapped(model))]):
+        tokens = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0]
+    assert tokens.tolist() == sum(wanted, [])
+    model.post_process = False
+    with match_vllm_mimo(model):
+        assert "forward" not in vars(model.mtp)
+
+
 def test_a_model_without_mtp_or_with_two_depths_is_refused(tiny):
     for layers in (0, 2):
         with pytest.raises(ValueError, match="MTP"), match_vllm_mimo(tiny(mtp_layers=layers)):
