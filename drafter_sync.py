@@ -642,7 +642,8 @@ class DrafterSyncExtension:
         push = SimpleNamespace(models=models, columns=columns, verify=verify, name="")
         push.num_layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         push.buffer, push.partial, push.shared = _open_buffer(where), {}, {}
-        push.digests, push.numel, push.taken, push.twins, push.unpacked = {}, {}, {}, [], set()
+        push.digests, push.numel, push.taken = {}, {}, {}
+        push.twins, push.tied, push.unpacked = [], [], set()
         before = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
         with contextlib.ExitStack() as undo:
             if self.device.type == "cpu":
@@ -715,6 +716,8 @@ class DrafterSyncExtension:
                     info = layerwise.get_layerwise_info(layer)
                     info.load_numel, info.loaded_weights = 0, []
                 layerwise.finalize_layerwise_reload(model, model_config)
+            for layer in push.tied if whole else ():  # vLLM's CPU kernels read a packed copy
+                layer.quant_method.process_weights_after_loading(layer)
         push.buffer = push.places = push.shared = push.partial = None
         if len(push.models) == 2:
             self._drafter_sync_known = (
@@ -847,7 +850,8 @@ def _places(models, before):
                     numel = layer.shard_indices.num_org_elements * (numel // len(parameter))
                 place = SimpleNamespace(name=f"{path}.{leaf}", model=i, numel=numel, parts={})
                 place.parameter = parameter  # held, so that its id stays its own
-                place.kernel = before[i].get(place.name)  # what the engine computes with
+                place.kernel = before[i].get(place.name, place)  # what the engine computes with
+                place.layer = layer
                 places[id(parameter)] = place
     return places
 
@@ -920,10 +924,16 @@ def _report(push):
     for place in push.places.values():
         place.num = sum(num for _, num in place.parts.values())
     full = [place for place in push.places.values() if place.num == place.numel]
-    held = {id(place.kernel) for place in full if place.kernel is not None}
+    held = {}
+    for place in full:  # tied: two places, one parameter, which may be sent by either name
+        other = held.setdefault(id(place.kernel), place)
+        if other is not place:
+            push.twins.append([min(place.parts.values())[0], min(other.parts.values())[0]])
     unwritten = []
-    for place in push.places.values():  # tied: two places, one parameter
-        if place.num != place.numel and id(place.kernel) not in held:
+    for place in push.places.values():
+        if place.num != place.numel and id(place.kernel) in held:
+            push.tied.append(place.layer)
+        elif place.num != place.numel:
             names = sorted({name for name, _ in place.parts.values()})
             came = f"{place.num} of {place.numel} elements of {place.name}"
             unwritten.append(f"{came}, from {names}" if names else came)
@@ -1047,14 +1057,19 @@ async def async_sync_weights(engine, named_tensors, *, mode="abort", **settings)
 
 
 async def _while_alive(engine, call):
-    """vLLM's calls can wait for ever where the engine's process dies."""
+    """vLLM's calls can wait for ever, or be cancelled, where the engine's process dies."""
     task = asyncio.ensure_future(call)
-    while not task.done():
-        await asyncio.wait([task], timeout=0.5)
-        if engine.errored:
-            task.cancel()
-            raise DrafterSyncError("The engine is dead: start a new one")
-    return task.result()
+    try:
+        while not task.done() and not engine.errored:
+            await asyncio.wait([task], timeout=0.5)
+        if task.done():
+            return task.result()
+        task.cancel()
+    except Exception as error:
+        await asyncio.sleep(1)  # a worker dies a moment before its engine
+        if not engine.errored:
+            raise DrafterSyncError(f"{type(error).__name__}: {error}") from error
+    raise DrafterSyncError("The engine is dead: start a new one")
 
 
 def drafter_fingerprint(llm):

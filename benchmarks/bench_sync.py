@@ -3,10 +3,10 @@
     copy     the same tensors to others on the same device, in the same run: what the memory allows
     push     sync_weights, engine in this process, with bucket sizes and kinds of verification
 
-A push copies each byte into a bucket, out of it and into place; with verify=True sender and worker read it once more,
-and the CPU backend's packing is undone besides. Peak memory is what a push adds to what was held before, sender and
-worker together: on Linux by the kernel's high-water mark, on CUDA by torch's allocator. It is to stay at one bucket
-and two of the largest layer (here the embedding), whatever the model's size.
+A push copies each byte into a bucket, out of it and into place; with verify=True sender and worker
+read it once more. Peak memory is what a push adds to what was held before, sender and worker
+together: on Linux by the kernel's high-water mark, on CUDA by torch's allocator. It is to stay at
+one bucket and two of the largest layer (here the embedding), whatever the model's size.
 
 Run: python benchmarks/bench_sync.py (a minute on 2 cores), or on a GPU with --device cuda. The last line is JSON.
 For MiMo-7B's shape, IPC and vLLM's native transfer see bench_mimo7b.py.

@@ -266,6 +266,23 @@ def test_main_logits_do_not_change_and_the_model_is_as_found_after_an_error(tiny
     assert tokens.tolist() == sum(before, [])
 
 
+def test_a_list_of_wrapped_chunks_is_served_and_a_stage_without_a_head_passes_through(tiny):
+    class Wrapped(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = tiny()
+    wanted = drafts_of(model, DOCUMENTS)
+    input_ids, position_ids, packed = toy.model.pack(DOCUMENTS)
+    with match_vllm_mimo([Wrapped(Wrapped(model))]):
+        tokens = draft_tokens(model, input_ids, position_ids, None, packed_seq_params=packed)[0]
+    assert tokens.tolist() == sum(wanted, [])
+    model.post_process = False
+    with match_vllm_mimo(model):
+        assert "forward" not in vars(model.mtp)
+
+
 def test_a_model_without_mtp_or_with_two_depths_is_refused(tiny):
     for layers in (0, 2):
         with pytest.raises(ValueError, match="MTP"), match_vllm_mimo(tiny(mtp_layers=layers)):
@@ -784,11 +801,11 @@ def test_three_lines_drive_a_push_over_http(two_policies, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-    argv = f"""serve {folder} --port {port} --trust-remote-code --skip-tokenizer-init --dtype float32
+    argv = f"""--model {folder} --port {port} --trust-remote-code --skip-tokenizer-init --dtype float32
         --enforce-eager --max-num-seqs 8 --no-enable-chunked-prefill --worker-extension-cls
         drafter_sync.DrafterSyncExtension --speculative-config {speculative.replace(" ", "")}"""
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *argv.split()]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *argv.split()]
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen(
         command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -822,6 +839,7 @@ def test_three_lines_drive_a_push_over_http(two_policies, tmp_path):
             push(broken(b.items(), "NaN"))
         assert push(b) == other
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait()
         log.close()
