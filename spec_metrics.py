@@ -17,23 +17,8 @@ Replay  vLLM drafts the arg-max token, so at any temperature a draft is accepted
             token     P  P  p 11 12 13 14 15 16    b bonus: comes with an accepted draft
             draft              11  b 99 14  b 16   the draft for index i stands in slot i-2
             decision            1     0  1     1   the last counts, its bonus token was cut off
-Names   What others call these numbers, read in their source at the releases below:
-            accept_rate_micro    vLLM log "Avg Draft acceptance rate" (in %), SGLang log
-                                 "accept rate", SkyRL vllm/draft_acceptance_rate
-            accept_length_micro  vLLM log "Mean acceptance length", SGLang log "accept len",
-                                 SkyRL vllm/draft_mean_acceptance_length
-            accept_rate_macro    verl rollout/spec_accept_rate, and accept_length_macro
-                                 rollout/spec_accept_length; a request without drafts adds 0
-            accept_rate_pos_j    vLLM log "Per-position acceptance rate", SkyRL
-                                 vllm/draft_acceptance_rate_pos_j; both divide by all verify steps
-            none of ours         SGLang spec_accept_length: completion tokens / verify steps
-        Conditional: verl's v1 trainer wants counts of every request (from vLLM: a fork's), SkyRL
-        enable_ray_prometheus_stats. The logs cover all requests of an interval. SGLang's drafted is
-        steps x (speculative_num_draft_tokens - 1). slime: not on PyPI, not read.
-Source  vllm 0.32.0 v1/metrics/stats.py, v1/spec_decode/metrics.py, v1/core/sched/scheduler.py; verl
-        0.9.1 ray_trainer.py, v1/trainer_base.py, async_sglang_server.py (verl#7543); sglang 0.5.10
-        to 0.5.12 tokenizer_manager.py (sglang#23530), scheduler_metrics_mixin.py (0.5.12); skyrl
-        0.4.0 train/utils/vllm_metrics_scraper.py
+Source  vllm 0.32.0 v1/metrics/stats.py, v1/spec_decode/metrics.py, v1/core/sched/scheduler.py;
+        verl 0.9.1 ray_trainer.py; sglang 0.5.10 to 0.5.12 tokenizer_manager.py (sglang#23530)
 Shapes  T tokens of a request, k drafts a step, V vocabulary
 Run     python -m pytest tests/test_spec_metrics.py
 """
@@ -92,19 +77,15 @@ def counts_from_vllm(request_outputs):
 
     None where the engine gave none: a request aborted or ended by a stop string, or None itself.
     vLLM 0.32: `per_request_spec_decode_metrics="detailed"` gives all fields, "summary" no
-    drafted_per_position unless each step drafted k. verl's fork: totals, None if n > 1 (not run).
+    drafted_per_position unless each step drafted k.
     Padded steps are left out (`steps_from_vllm`). Drafts of token 0, which vLLM counts near
     max_model_len, look like others here: ask `explain_disagreement`.
     """
     records = []
-    for request, completion, record in _read_vllm(request_outputs):
-        fork = getattr(getattr(request, "metrics", None), "request_spec_decode_stats", None)
+    for _, completion, record in _read_vllm(request_outputs):
         counts = None
         if record is not None:
             counts = _counts_of_steps(*record)
-        elif fork is not None and len(request.outputs) == 1:
-            accepted, steps = fork.num_accepted_tokens, fork.num_verify_steps
-            counts = SpecCounts(fork.num_draft_tokens, accepted, steps)
         num_tokens = len(getattr(completion, "token_ids", None) or ())
         records.append(counts and _finished(counts, f"completion {len(records)}", num_tokens))
     return records
@@ -500,19 +481,6 @@ def compare_acceptance(requests):
         summary[f"spec/measured_cond_pos_{j}"] = measured / reached
         summary[f"spec/z_cond_pos_{j}"] = (measured - expected) / variance**0.5
     return summary
-
-
-def speedup_estimate(accept_length, draft_cost_ratio):
-    """Did it pay: tokens a second with speculation over those without, and where it breaks even.
-
-    A plain decode step costs 1 and emits 1 token; a verify step costs 1 + draft_cost_ratio and
-    emits accept_length. break_even_accepted_per_step is a rate with one draft a step.
-    """
-    return {
-        "spec/speedup_estimate": accept_length / (1 + draft_cost_ratio),
-        "spec/break_even_accept_length": 1 + draft_cost_ratio,
-        "spec/break_even_accepted_per_step": draft_cost_ratio,
-    }
 
 
 def _list(values):

@@ -29,7 +29,6 @@ from spec_metrics import (
     explain_disagreement,
     replay_acceptance,
     replay_agreement,
-    speedup_estimate,
     steps_from_vllm,
     summarize,
 )
@@ -150,16 +149,6 @@ def test_case_30_an_aborted_request_is_missing_and_the_others_count(vllm):
     assert summary["spec/accept_rate_micro"] == 0.5
     with pytest.raises(TypeError):  # before: verl's mean over the Nones
         before_upstream([None, 1], [None, 1], [None, 1])
-
-
-def test_the_field_of_verls_vllm_fork_is_read_for_single_completions_only():
-    stats = SimpleNamespace(num_draft_tokens=12, num_accepted_tokens=9, num_verify_steps=4)
-    one = SimpleNamespace(
-        metrics=SimpleNamespace(request_spec_decode_stats=stats), outputs=[SimpleNamespace()]
-    )
-    two = SimpleNamespace(metrics=one.metrics, outputs=one.outputs * 2)
-    plain = SimpleNamespace(metrics=None, outputs=one.outputs)
-    assert counts_from_vllm([one, two, plain]) == [SpecCounts(12, 9, 4), None, None, None]
 
 
 def test_an_accepted_prefix_cut_by_a_stop_shows_in_the_emitted_length_only(vllm):
@@ -649,17 +638,6 @@ def from_vllm(vllm, steps, level):
     return counts_from_vllm([vllm.request(completion)])[0]
 
 
-def from_fork(vllm, steps, level):
-    books = tally([steps])
-    stats = SimpleNamespace(
-        num_draft_tokens=books.drafted,
-        num_accepted_tokens=books.accepted,
-        num_verify_steps=books.steps,
-    )
-    metrics = SimpleNamespace(request_spec_decode_stats=stats)
-    return counts_from_vllm([SimpleNamespace(metrics=metrics, outputs=[SimpleNamespace()])])[0]
-
-
 def from_counters(vllm, steps, level):
     books = tally([steps])
     row = (books.drafted, books.accepted, books.steps, books.accepted_at[1:])
@@ -685,7 +663,7 @@ def from_sglang(vllm, steps, level):
 
 
 SOURCES = [
-    (from_vllm, "detailed"), (from_vllm, "summary"), (from_fork, None), (from_counters, None),
+    (from_vllm, "detailed"), (from_vllm, "summary"), (from_counters, None),
     (from_sglang, 0), (from_sglang, 1), (from_sglang, 2),
 ]  # fmt: skip
 
@@ -704,14 +682,13 @@ def test_all_sources_tell_the_same_and_what_they_do_not_know_is_none(
         return
     numbers = counts.draft_tokens, counts.accepted_tokens, counts.verify_steps
     assert numbers == (books.drafted, books.accepted, books.steps)
-    if source is not from_fork:
-        width = len(counts.accepted_per_position)
-        assert list(counts.accepted_per_position) == books.accepted_at[1 : width + 1]
-        assert not any(books.accepted_at[width + 1 :])
-        if counts.drafted_per_position is not None:
-            assert list(counts.drafted_per_position) == books.drafted_at[1 : width + 1]
-        known = level == "detailed" or source is from_sglang or always == 8 or not books.steps
-        assert known <= (counts.drafted_per_position is not None)
+    width = len(counts.accepted_per_position)
+    assert list(counts.accepted_per_position) == books.accepted_at[1 : width + 1]
+    assert not any(books.accepted_at[width + 1 :])
+    if counts.drafted_per_position is not None:
+        assert list(counts.drafted_per_position) == books.drafted_at[1 : width + 1]
+    known = level == "detailed" or source is from_sglang or always == 8 or not books.steps
+    assert known <= (counts.drafted_per_position is not None)
     summary = summarize([counts, None])
     assert summary["spec/requests_missing"] == 1.0
     columns = [books.drafted], [books.accepted], [books.steps]
@@ -1161,42 +1138,6 @@ def test_measured_acceptance_lies_within_standard_errors_of_the_expected_and_a_f
         f"spec/{name}_cond_pos_1" for name in ("expected", "measured", "z")
     }
     assert compare_acceptance([]) == {}
-
-
-# Did it pay?
-
-
-@pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.9])
-def test_the_estimated_speedup_is_that_of_a_simulated_decode_loop(accuracy):
-    rng, draft_cost_ratio = random.Random(0), 0.3
-    target = [rng.randint(0, 9) for _ in range(3003)]
-    draft = [token if rng.random() < accuracy else token + 1 for token in target]
-    _, decisions, gains = decode(target, draft, 1, 3000)
-    seconds = sum(
-        1.0 + draft_cost_ratio for _ in decisions
-    )  # verify and draft, after a prefill both ways
-    speedup = (sum(gains[1:]) / seconds) / (sum(gains[1:]) / sum(1.0 for _ in target[2:3001]))
-    counts = SpecCounts(
-        len(decisions), sum(decisions), len(decisions), emitted_tokens=sum(gains[1:])
-    )
-    summary = summarize([counts])
-    estimate = speedup_estimate(summary["spec/emitted_length"], draft_cost_ratio)
-    assert estimate["spec/speedup_estimate"] == pytest.approx(speedup, rel=1e-12)
-    break_even = summary["spec/accept_rate_micro"] > estimate["spec/break_even_accepted_per_step"]
-    assert break_even == (speedup > 1) == (accuracy > draft_cost_ratio)
-
-
-def test_at_break_even_speculation_neither_pays_nor_costs():
-    estimate = speedup_estimate(1.5, 0.25)
-    assert estimate == {
-        "spec/speedup_estimate": 1.2,
-        "spec/break_even_accept_length": 1.25,
-        "spec/break_even_accepted_per_step": 0.25,
-    }
-    assert (
-        speedup_estimate(estimate["spec/break_even_accept_length"], 0.25)["spec/speedup_estimate"]
-        == 1.0
-    )
 
 
 def test_the_file_needs_the_standard_library_only(tmp_path):
