@@ -70,7 +70,7 @@ from toy.optimizer import (
     sum_over_data_parallel,
 )
 from toy.ppo import estimate_advantages, label_logprobs, mean_entropy
-from toy.report import columns, draw, read_baseline, report, short
+from toy.report import columns, draw, read_baseline, report, short, speedup_estimate
 from toy.state import restore, save
 from toy.task import MAX_PROMPT, make_prompts, make_sequences, token_rewards
 
@@ -129,8 +129,10 @@ def train(args, saved=None):
     """The whole run. What it calls follows, in this order."""
     baseline = read_baseline(args)
     trainer = build_trainer(args)
-    first_step = restore(trainer, saved, args) if saved else warm_up(trainer, args)
+    if not saved:
+        warm_up(trainer, args)
     reference = load_reference(trainer, args)  # fix 4: no MTP layer is built, no MTP tensor read
+    first_step = restore(trainer, saved, args) if saved else 0
     llm = start_rollouts(trainer, args)
 
     for step in range(first_step, args.steps):
@@ -205,7 +207,7 @@ def build_trainer(args):
 
 
 def warm_up(trainer, args):
-    """Supervised training of policy and MTP layer; writes the reference, returns the first step."""
+    """Supervised training of policy and MTP layer; writes the reference."""
     if args.overwrite and torch.distributed.get_rank() == 0:
         shutil.rmtree(args.out, ignore_errors=True)
     print(f"warm-up, {args.warmup_steps} steps", flush=True)
@@ -225,7 +227,6 @@ def warm_up(trainer, args):
             trainer.optimizer.step(loss / ranks)
     trainer.drafter = copies(trainer.actor.mtp)
     write_checkpoint(trainer, f"{args.out}/reference")
-    return 0
 
 
 @contextlib.contextmanager
@@ -415,7 +416,7 @@ def acceptance(actor, batch, samples, drafts, args):
         # Decoding costs what it reads: head and MTP layer for a draft, head and trunk without.
         head, mtp, trunk = map(num_parameters, (actor.output_layer, actor.mtp, actor.decoder))
         cost = args.drafts * (mtp + head) / (trunk + head)
-        metrics |= spec_metrics.speedup_estimate(length, cost)
+        metrics |= speedup_estimate(length, cost)
     return {"accept_rate": rate, "accept_length": length, "replay_agreement": agreement} | metrics
 
 
@@ -587,6 +588,7 @@ def check(args):
     full = holds and rank == 0 and not (args.resume or args.overwrite)
     for wrong, sentence in (
         (full, f"--out {args.out} is not empty: pass another folder or --overwrite"),
+        (0 < args.temperature < 0.01, "vLLM samples at 0.01 below that --temperature: pass more"),
         (args.symbols > args.vocab, "--symbols is over --vocab: pass at most as many"),
         (
             ranks > 1 and args.prompts % shares,

@@ -13,6 +13,19 @@ def read_baseline(args):
             return statistics.median(json.loads(line)["rollout_tokens_per_s"] for line in file)
 
 
+def speedup_estimate(accept_length, draft_cost_ratio):
+    """Did it pay: tokens a second with speculation over those without, and where it breaks even.
+
+    A plain decode step costs 1 and emits 1 token; a verify step costs 1 + draft_cost_ratio and
+    emits accept_length. break_even_accepted_per_step is a rate with one draft a step.
+    """
+    return {
+        "spec/speedup_estimate": accept_length / (1 + draft_cost_ratio),
+        "spec/break_even_accept_length": 1 + draft_cost_ratio,
+        "spec/break_even_accepted_per_step": draft_cost_ratio,
+    }
+
+
 def columns(args):
     """{name: format} of what is printed each step; metrics.jsonl has everything."""
     rates = {f"spec/accept_rate_pos_{j}": "{:.3f}" for j in range(1, 1 + args.drafts)}

@@ -28,6 +28,7 @@ def save(trainer, step, args):
 def restore(trainer, saved, args):
     """What `save` wrote, into what is in use; the steps after it will be made again."""
     state = saved["shards"][tensor_parallel_group().rank()]
+    step, metrics = saved["step"], saved["metrics"]  # read before anything is written
     trainer.actor.load_state_dict(state["actor"])
     trainer.value_head.load_state_dict(state["value_head"])
     trainer.optimizer.load_state_dict(state["optimizer"])
@@ -35,5 +36,5 @@ def restore(trainer, saved, args):
     trainer.generator.set_state(saved["generator"])
     if torch.distributed.get_rank() == 0:
         with open(f"{args.out}/metrics.jsonl", "w") as file:
-            file.write(saved["metrics"])
-    return saved["step"]
+            file.write(metrics)
+    return step
