@@ -584,10 +584,12 @@ def check(args):
     """Refuses what would go wrong in silence, before anything is written."""
     rank, ranks = torchrun()
     shares = args.minibatches * ranks // args.tensor_parallel
-    holds = os.path.isdir(args.out) and os.listdir(args.out)
-    full = holds and rank == 0 and not (args.resume or args.overwrite)
+    full = rank == 0 and not args.resume and os.path.isdir(args.out) and os.listdir(args.out)
     for wrong, sentence in (
-        (full, f"--out {args.out} is not empty: pass another folder or --overwrite"),
+        (
+            full and not args.overwrite,
+            f"--out {args.out} is not empty: pass another or --overwrite",
+        ),
         (0 < args.temperature < 0.01, "vLLM samples at 0.01 below that --temperature: pass more"),
         (args.symbols > args.vocab, "--symbols is over --vocab: pass at most as many"),
         (

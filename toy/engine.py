@@ -90,9 +90,10 @@ def start_engine(
         logprobs_mode="processed_logprobs",
         use_tqdm_on_load=False,
     )
+    of_caller = overrides.pop("speculative_config", {})
     if num_drafts:
         speculative = {"method": "mtp", "num_speculative_tokens": num_drafts}
-        settings["speculative_config"] = speculative | overrides.pop("speculative_config", {})
+        settings["speculative_config"] = speculative | of_caller
         if hasattr(vllm.EngineArgs, "per_request_spec_decode_metrics"):  # 0.32 has it, 0.25 has not
             settings["per_request_spec_decode_metrics"] = "detailed"
     with contextlib.ExitStack() as stack:
