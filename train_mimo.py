@@ -588,14 +588,11 @@ def check(args):
     for wrong, sentence in (
         (
             full and not args.overwrite,
-            f"--out {args.out} is not empty: pass another or --overwrite",
+            f"--out {args.out} is not empty: give --overwrite or another",
         ),
         (0 < args.temperature < 0.01, "vLLM samples at 0.01 below that --temperature: pass more"),
         (args.symbols > args.vocab, "--symbols is over --vocab: pass at most as many"),
-        (
-            ranks > 1 and args.prompts % shares,
-            f"--prompts is {args.prompts}: pass a multiple of {shares}",
-        ),
+        (ranks > 1 and args.prompts % shares, f"--prompts must be a multiple of {shares}"),
         ("loss" in args.unfix and ranks > 1, "--unfix loss wants one rank: stock counts on each"),
         ("loss" in args.unfix and num_trained(args) > 1, "--unfix loss trains one depth"),
     ):
