@@ -48,9 +48,6 @@ test-verl: .verl/$(VERL)/ready ## the fixes inside verl 0.9.1's own code
 	PYTHONPATH=$(CURDIR)/$(<D) $(PYTHON) -m pytest -p no:cacheprovider -m verl \
 		tests/test_verl.py $(ARGS)
 
-test-drafters: $(VENV_READY) ## a push to each MTP drafter that vLLM starts (minutes)
-	$(PYTHON) -m pytest -m drafters tests/test_drafters.py $(ARGS)
-
 check: $(VENV_READY) ## ruff: lint and format
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .

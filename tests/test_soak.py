@@ -73,7 +73,7 @@ def check_rollout(engine, prompts):
         sample["counts"] = train_mimo.count(sample.pop("output"), sample)
     batch = train_mimo.make_batch(samples, "cpu")
     drafts = train_mimo.trainer_drafts(model, batch, Args())
-    metrics = train_mimo.acceptance(model, samples, drafts, Args())
+    metrics = train_mimo.acceptance(model, batch, samples, drafts, Args())
     assert metrics["replay_agreement"] == 1.0 and metrics["spec/requests"] == len(prompts)
     with torch.no_grad():
         logprobs = label_logprobs(forward(model, batch), batch, 1.0)

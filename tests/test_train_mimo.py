@@ -531,7 +531,7 @@ def test_a_fault_planted_in_the_engine_is_named_by_its_decisions(
     assert set(causes) == set(FAULTS)
     assert changed(weights, copies(trainer.actor), of_mtp=True) == set(), "all is put back"
     agreement = {
-        name: train_mimo.acceptance(trainer.actor, samples, of, args)["replay_agreement"]
+        name: train_mimo.acceptance(trainer.actor, batch, samples, of, args)["replay_agreement"]
         for name, of in {"none": drafts, **causes}.items()
     }
     assert agreement.pop(cause) == 1.0 and max(agreement.values()) < 1.0, "no other explains all"
@@ -542,12 +542,12 @@ def test_a_fault_planted_in_the_engine_is_named_by_its_decisions(
 def test_without_a_fault_every_decision_is_explained_and_nothing_is_named(engine, trainer):
     push(engine, trainer, 23)
     args, samples, batch, drafts = roll_out(engine, trainer)
-    metrics = train_mimo.acceptance(trainer.actor, samples, drafts, args)
+    metrics = train_mimo.acceptance(trainer.actor, batch, samples, drafts, args)
     assert metrics["replay_agreement"] == 1.0 and 0 < metrics["accept_rate"] < 1
     causes = train_mimo.drafts_by_cause(trainer, batch, args)
     assert train_mimo.explain_first(samples, drafts, causes) == ""
     args.unfix = ("metrics",)
-    before = train_mimo.acceptance(trainer.actor, samples, drafts, args)
+    before = train_mimo.acceptance(trainer.actor, batch, samples, drafts, args)
     assert before["accept_rate"] == (1 + metrics["accept_rate"]) / 2  # sglang#23530
 
 
