@@ -800,7 +800,7 @@ def _open_buffer(where):
 
 
 def _buckets_allowed():
-    """vLLM 0.32's DeepSeek drafter wants a tensor of each of its layers in each call, unless told."""
+    """0.32's DeepSeek drafter wants a tensor of each layer in each call, unless told."""
     try:
         from vllm.model_executor.model_loader import mtp_validation
     except ImportError:
@@ -985,7 +985,7 @@ def _largest(tensor):
 
 
 def _hex(digests):
-    """{name: 16 hex digits}: one wait for the device; one a tensor would cost more than the sums."""
+    """{name: 16 hex digits}: one wait for the device, where one a tensor costs more."""
     return {name: f"{number & (1 << 64) - 1:016x}" for name, number in _numbers(digests).items()}
 
 
