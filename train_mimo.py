@@ -36,8 +36,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 if __name__ in ("__main__", "__mp_main__") and "--verbose" not in sys.argv:
-    # Errors are still shown.
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # errors are still shown
     warnings.simplefilter("ignore")
 
 import torch
@@ -123,6 +122,7 @@ class Args:
     ffn: int = 256  # feed-forward size
     vocab: int = 64  # vocabulary
     symbols: int = 64  # how many tokens of the vocabulary the task counts with
+    lag: int = 1  # tokens back that it counts on from; 2: two counters take turns
 
 
 def train(args, saved=None):
@@ -184,8 +184,8 @@ def build_trainer(args):
     )
     settings = dict(mtp_loss_scaling_factor=args.mtp_scale, tensor_parallel=args.tensor_parallel)
     if args.recompute:
-        settings |= dict(recompute_granularity="full", recompute_method="uniform")
-        settings |= dict(recompute_num_layers=1)
+        full = dict(recompute_granularity="full", recompute_method="uniform")
+        settings |= full | dict(recompute_num_layers=1)
     torch.manual_seed(args.seed)
     actor = build_model(hf_config, dtype=dtype, **settings).to(device)
     value_head = torch.nn.Linear(args.hidden, 1).to(device)
@@ -213,10 +213,11 @@ def warm_up(trainer, args):
     print(f"warm-up, {args.warmup_steps} steps", flush=True)
     rank, ranks = data_parallel_group().rank(), data_parallel_group().size()
     length, num = MAX_PROMPT + args.response_tokens, args.prompts // ranks
+    task = args.symbols, trainer.generator, args.lag
     position_ids = torch.arange(length, device=trainer.device).expand(num, -1)
     loss_mask = depth_mask(position_ids >= 2, 0)  # 2: the shortest prompt
     for _ in range(args.warmup_steps):
-        everyone = make_sequences(args.prompts, length, args.symbols, trainer.generator)
+        everyone = make_sequences(args.prompts, length, *task)
         input_ids = everyone[rank * num :][:num].to(trainer.device)
         labels = depth_targets(input_ids, 0)
         batch = dict(input_ids=input_ids, position_ids=position_ids, packed=None)
@@ -306,8 +307,8 @@ def start_rollouts(trainer, args):
 # ---- Rollout and scores -------------------------------------------------------------------------
 def roll_out(llm, trainer, step, args):
     """Samples of the first rank's engine, on every rank: tokens, log-probs, decisions, counts."""
-    how = args.prompts, args.response_tokens, args.symbols
-    prompts, samples = make_prompts(*how, trainer.generator), None
+    task = args.symbols, trainer.generator, args.lag
+    prompts, samples = make_prompts(args.prompts, args.response_tokens, *task), None
     if llm:
         first = (args.seed * 1_000_003 + step) * 1_000_003
         seeds = [(first + i) % 2**63 for i in range(len(prompts))]
@@ -367,7 +368,7 @@ def score(trainer, reference, batch, samples, args):
     rewards, lengths = [], [len(sample["response"]) for sample in samples]
     pieces = (x.split(lengths) for x in (old_N, values_N, kl_N))
     for sample, old, values, kl in zip(samples, *pieces, strict=True):
-        reward = token_rewards(sample, args.symbols)
+        reward = token_rewards(sample, args.symbols, args.lag)
         rewards.append(sum(reward) / len(reward))
         penalised = [r - args.kl_coef * k for r, k in zip(reward, kl.tolist(), strict=True)]
         advantages, returns = estimate_advantages(penalised, values.tolist(), args)
@@ -376,8 +377,7 @@ def score(trainer, reference, batch, samples, args):
         raise RuntimeError("the reward is not finite; nothing was learned from this rollout")
     engine_N = torch.tensor([x for sample in samples for x in sample["logprobs"]])
     gap, kl = (old_N.cpu() - engine_N).abs().max().item(), kl_N.mean().item()
-    reward = sum(rewards) / len(rewards)
-    return {"reward": reward, "logprob_gap": gap, "kl": kl, "entropy": entropy}
+    return dict(reward=sum(rewards) / len(rewards), logprob_gap=gap, kl=kl, entropy=entropy)
 
 
 # ---- Acceptance ---------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
               exact      the recursion that the engine runs (mtp_recursion.py), cross entropy
               exact, TV  the same, with acceptance itself as objective (total variation)
     drafts    arg-max or sampled (vLLM's draft_sample_method)
-    policy    plain, and with an entropy bonus that keeps its entropy near 1 nat
+    policy    plain; with an entropy bonus that keeps its entropy near 1 nat; and of two counters
+              that take turns, where the last token alone does not tell the next
     seeds     0, 1, 2; each arm gets the same number of updates
 
 Run     python figures/compare_drafts.py    draws from figures/data/drafts.jsonl, after measuring
@@ -36,9 +37,9 @@ ARMS = {
     "exact, TV": "--objective total_variation",
 }
 SAMPLING = {"arg-max": "greedy", "sampled": "probabilistic"}
-POLICIES = {"plain": "", "entropy": "--entropy-coef 0.17"}
+POLICIES = {"two counters": "--lag 2", "plain": "", "entropy": "--entropy-coef 0.17"}
 SEEDS = 0, 1, 2
-GRID = SEEDS, SAMPLING, POLICIES, ARMS
+GRID = SEEDS, POLICIES, SAMPLING, ARMS
 KEPT = (
     "accept_length",
     "spec/accept_rate_pos_1",
@@ -74,7 +75,7 @@ def measure_all():
     OUT.mkdir(parents=True, exist_ok=True)
     done = {run_of(line) for line in read()} if DATA.exists() else set()
     # Seed by seed: a measurement cut short has all arms with fewer seeds.
-    runs = [(arm, how, policy, seed) for seed, how, policy, arm in itertools.product(*GRID)]
+    runs = [(arm, how, policy, seed) for seed, policy, how, arm in itertools.product(*GRID)]
     todo = [run for run in runs if run not in done]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = [pool.submit(measure, run) for run in todo]
@@ -114,7 +115,7 @@ def table(lines):
 def draw(lines):
     colours = dict(zip(ARMS, ("#6e6e6e", "#D55E00", "#CC79A7", "#0072B2", "#009E73"), strict=True))
     figure, axes = plt.subplots(
-        2, 2, figsize=(7.6, 5.2), layout="constrained", sharex=True, sharey=True
+        3, 2, figsize=(7.6, 7.2), layout="constrained", sharex=True, sharey=True
     )
     for (row, policy), (column, sampling) in itertools.product(
         enumerate(POLICIES), enumerate(SAMPLING)
@@ -131,7 +132,7 @@ def draw(lines):
                 color=colours[arm],
                 label=arm,
             )
-        name = {"plain": "plain policy", "entropy": "entropy near 1 nat"}[policy]
+        name = {"plain": "plain policy", "entropy": "entropy near 1 nat"}.get(policy, policy)
         panel.set_title(f"{name}, {sampling} drafts", fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)

@@ -10,16 +10,20 @@ MAX_PROMPT = 6
 WARMUP_SHARE_OF_PLUS_TWO = 0.3  # under a half, so that reward has to move the policy's arg-max
 
 
-def make_sequences(num, length, vocab, generator):
-    """`[num, length]` tokens counting by +1 or +2 modulo the vocabulary."""
+def make_sequences(num, length, vocab, generator, lag=1):
+    """`[num, length]` tokens counting by +1 or +2 modulo the vocabulary, each from `lag` before.
+
+    With a lag of 2 two counters take turns: a drafter that sees the last token alone is lost.
+    """
     steps = 1 + (torch.rand(num, length, generator=generator) < WARMUP_SHARE_OF_PLUS_TWO).long()
-    steps[:, 0] = torch.randint(vocab, (num,), generator=generator)
-    return steps.cumsum(1) % vocab
+    steps[:, :lag] = torch.randint(vocab, (num, lag), generator=generator)
+    rounds = torch.nn.functional.pad(steps, (0, -length % lag)).view(num, -1, lag)
+    return rounds.cumsum(1).flatten(1)[:, :length] % vocab
 
 
-def make_prompts(num, response_tokens, vocab, generator):
+def make_prompts(num, response_tokens, vocab, generator, lag=1):
     """(prompt, response length) pairs; 2 tokens or more: after one, vLLM 0.32 pads the prefill."""
-    sequences = make_sequences(num, MAX_PROMPT, vocab, generator).tolist()
+    sequences = make_sequences(num, MAX_PROMPT, vocab, generator, lag).tolist()
     prompt_lengths = torch.randint(2, MAX_PROMPT + 1, (num,), generator=generator).tolist()
     shortest = response_tokens // 2
     lengths = torch.randint(shortest, response_tokens + 1, (num,), generator=generator).tolist()
@@ -27,8 +31,8 @@ def make_prompts(num, response_tokens, vocab, generator):
     return [(sequence[:n], length) for sequence, n, length in triples]
 
 
-def token_rewards(sample, vocab):
-    """1.0 for each response token that is the token before it plus 2, else 0.0."""
-    before = [sample["prompt"][-1], *sample["response"][:-1]]
-    pairs = zip(before, sample["response"], strict=True)
-    return [float((token - previous) % vocab == 2) for previous, token in pairs]
+def token_rewards(sample, vocab, lag=1):
+    """1.0 for each response token that is the token `lag` before it plus 2, else 0.0."""
+    tokens, first = sample["prompt"] + sample["response"], len(sample["prompt"])
+    pairs = zip(tokens[first - lag :], tokens[first:], strict=False)
+    return [float((token - before) % vocab == 2) for before, token in pairs]
