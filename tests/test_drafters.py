@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter_sync import DrafterSyncError, DrafterSyncExtension, sync_weights
+from drafter_sync import DrafterSyncError, sync_weights
 
 SIZES = dict(
     vocab_size=100,  # no multiple of 64: vLLM pads the rows
@@ -129,27 +129,26 @@ def random_weights(tensors, seed):
     return new
 
 
-class ReadBack(DrafterSyncExtension):
-    def read_back(self):
-        """{name: digest} of all that target and drafter compute with, packing on CPU undone."""
-        held = {}
-        for which, model in zip(("target", "drafter"), self.drafter_sync_models(), strict=True):
-            for path, layer in model.named_modules():
-                tensors = layer._parameters | layer._buffers | vars(layer)
-                tensors |= vars(getattr(layer, "impl", None) or object)  # MLA keeps kv_b_proj there
-                for leaf, tensor in tensors.items():
-                    if not isinstance(tensor, torch.Tensor) or leaf == "kv_cache":
-                        continue
-                    is_mla = path.endswith("kv_b_proj") and not tensor.numel()
-                    if leaf == "weight" and hasattr(layer, "cpu_linear") and not is_mla:
-                        size = getattr(layer, "input_size_per_partition", None)
-                        size = tensor.shape[1] if tensor.dim() == 2 else size or layer.input_size
-                        rows = torch.eye(size, dtype=self.vllm_config.model_config.dtype)
-                        tensor = layer.cpu_linear(rows, tensor, None)
-                    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                    digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
-                    held[f"{which} {path}.{leaf}"] = f"{list(tensor.shape)} {digest}"
-        return held
+def held_by(worker):
+    """{name: digest} of all that target and drafter compute with, packing on CPU undone."""
+    held = {}
+    for which, model in zip(("target", "drafter"), worker.drafter_sync_models(), strict=True):
+        for path, layer in model.named_modules():
+            tensors = layer._parameters | layer._buffers | vars(layer)
+            tensors |= vars(getattr(layer, "impl", None) or object)  # MLA keeps kv_b_proj there
+            for leaf, tensor in tensors.items():
+                if not isinstance(tensor, torch.Tensor) or leaf == "kv_cache":
+                    continue
+                is_mla = path.endswith("kv_b_proj") and not tensor.numel()
+                if leaf == "weight" and hasattr(layer, "cpu_linear") and not is_mla:
+                    size = getattr(layer, "input_size_per_partition", None)
+                    size = tensor.shape[1] if tensor.dim() == 2 else size or layer.input_size
+                    rows = torch.eye(size, dtype=worker.vllm_config.model_config.dtype)
+                    tensor = layer.cpu_linear(rows, tensor, None)
+                content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+                held[f"{which} {path}.{leaf}"] = f"{list(tensor.shape)} {digest}"
+    return held
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +164,12 @@ def engine_of(request, tmp_path_factory):
         settings["speculative_config"] = {"attention_backend": "CPU_MLA"}
     llm = toy.engine.start_engine(
         folder,
-        worker_extension_cls="test_drafters.ReadBack",
         max_num_seqs=8,
         enable_prefix_caching=False,  # with it, vLLM's linear attention wants Triton
         **settings,
     )
-    yield llm, tensors, llm.collective_rpc("read_back")[0], answers(llm)
-    llm.llm_engine.engine_core.shutdown()
+    yield llm, tensors, llm.collective_rpc(held_by)[0], answers(llm)
+    llm.llm_engine.engine_core.shutdown()  # with vLLM's groups: one for experts has others
 
 
 def answers(llm):
@@ -201,7 +199,7 @@ def each(test):
 
 
 def read_back(llm):
-    return llm.collective_rpc("read_back")[0]
+    return llm.collective_rpc(held_by)[0]
 
 
 # What no push changes: tables of positions, and the scales of the cache of keys and values.

@@ -461,7 +461,7 @@ def drafting_engine(trained, tmp_path_factory):
 
     llm.collective_rpc(record)
     yield llm, proposals
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.model_executor.shutdown()  # not engine_core's: it ends all process groups
 
 
 @torch.no_grad()
