@@ -39,7 +39,7 @@ ARMS = {
 SAMPLING = {"arg-max": "greedy", "sampled": "probabilistic"}
 POLICIES = {"two counters": "--lag 2", "plain": "", "entropy": "--entropy-coef 0.17"}
 SEEDS = 0, 1, 2
-GRID = SEEDS, POLICIES, SAMPLING, ARMS
+GRID = POLICIES, SEEDS, SAMPLING, ARMS
 KEPT = (
     "accept_length",
     "spec/accept_rate_pos_1",
@@ -74,8 +74,8 @@ def measure_all():
     """Whatever is missing in the data file, two runs at a time; each is kept as soon as it ends."""
     OUT.mkdir(parents=True, exist_ok=True)
     done = {run_of(line) for line in read()} if DATA.exists() else set()
-    # Seed by seed: a measurement cut short has all arms with fewer seeds.
-    runs = [(arm, how, policy, seed) for seed, policy, how, arm in itertools.product(*GRID)]
+    # Seed by seed: a measurement that is cut short has all arms with fewer seeds.
+    runs = [(arm, how, policy, seed) for policy, seed, how, arm in itertools.product(*GRID)]
     todo = [run for run in runs if run not in done]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = [pool.submit(measure, run) for run in todo]
