@@ -92,12 +92,10 @@ def steps_from_vllm(request_outputs):
 
     Steps scheduled without a draft are not in them; one whose drafts a grammar refused is, with 0.
     """
-    return [
-        (record.per_step_accepted, record.per_step_drafted)
-        if record and len(record.per_step_accepted) == sum(record.histogram)
-        else None
-        for record, _ in _read_vllm(request_outputs)
-    ]
+    records = [record for record, _ in _read_vllm(request_outputs)]
+    detailed = [r and len(r.per_step_accepted) == sum(r.histogram) for r in records]
+    pairs = zip(records, detailed, strict=True)
+    return [(r.per_step_accepted, r.per_step_drafted) if told else None for r, told in pairs]
 
 
 def _read_vllm(request_outputs):
@@ -128,8 +126,12 @@ def counts_from_vllm_counters(before, after):
     For vLLM 0.25.1, which has no per-request records; padded steps are in it. A snapshot's engines
     are summed. None without speculation, or if a counter went backwards or vanished (a restart).
     """
-    gains = _read_counters(after)
-    gains.subtract(_read_counters(before))
+    gains = Counter()  # by name, index in a vector, and labels: an engine is one of them
+    for sign, metric in [*((1, m) for m in after), *((-1, m) for m in before)]:
+        if metric.name in VLLM_COUNTERS:
+            values = metric.values if hasattr(metric, "values") else [metric.value]
+            for j, value in enumerate(values):
+                gains[metric.name, j, str(metric.labels)] += sign * value
     if not gains or min(gains.values()) < 0:
         return None
     sums = {name: Counter() for name in VLLM_COUNTERS}
@@ -139,37 +141,26 @@ def counts_from_vllm_counters(before, after):
     return _record("after - before", 0, *(total for (total,) in totals), positions or None)
 
 
-def _read_counters(snapshot):
-    """Counter of (name, index in a vector, labels); an engine is one of the labels."""
-    counters = Counter()
-    for metric in snapshot:
-        if metric.name in VLLM_COUNTERS:
-            values = metric.values if hasattr(metric, "values") else [metric.value]
-            for j, value in enumerate(values):
-                counters[metric.name, j, str(metric.labels)] += value
-    return counters
-
-
 def counts_from_sglang(meta_infos):
     """One record a request from SGLang's `meta_info` dicts, in any of its three namings.
 
     None without the keys: a request without a verify step. Some of the keys only: an error, lest a
     fourth naming pass for zeros.
     """
-    counts = []
-    for i, meta in enumerate(meta_infos):
-        meta = {key: value for key, value in (meta or {}).items() if value is not None}
-        known = [names for names in SGLANG_NAMES if meta.keys() >= set(names)]
-        seen = sorted(meta.keys() & set(sum(SGLANG_NAMES, ())))
-        if seen and not known:
-            wanted = f"three of {SGLANG_NAMES}; new names? add them there"
-            raise ValueError(f"meta_infos[{i}]: got only {seen} of {sorted(meta)}, wanted {wanted}")
-        counts.append(_counts_of_meta(meta, known[0], f"meta_infos[{i}]") if known else None)
-    return counts
+    metas = enumerate(meta_infos)
+    return [_counts_of_meta(meta or {}, f"meta_infos[{i}]") for i, meta in metas]
 
 
-def _counts_of_meta(meta, names, where):
-    drafted, accepted, steps = (meta[name] for name in names)
+def _counts_of_meta(meta, where):
+    meta = {key: value for key, value in meta.items() if value is not None}
+    seen = sorted(meta.keys() & set(sum(SGLANG_NAMES, ())))
+    known = [names for names in SGLANG_NAMES if meta.keys() >= set(names)]
+    if not seen:
+        return None
+    if not known:
+        wanted = f"three of {SGLANG_NAMES}; new names? add them there"
+        raise ValueError(f"{where}: got only {seen} of {sorted(meta)}, wanted {wanted}")
+    drafted, accepted, steps = (meta[name] for name in known[0])
     histogram = next((meta[name] for name in SGLANG_HISTOGRAMS if name in meta), None)
     positions = None
     if histogram:
@@ -177,8 +168,8 @@ def _counts_of_meta(meta, names, where):
             raise ValueError(f"{where}: {steps} verify steps, but {sum(histogram)} in {histogram}")
         # It ends at the most that a step accepted; in SGLang all steps draft as many.
         positions = tuple(sum(histogram[j:]) for j in range(1, 1 + drafted // steps))
-    tokens = meta.get("completion_tokens", 0)
-    return _record(where, tokens, drafted, accepted, steps, positions)
+    num_tokens = meta.get("completion_tokens", 0)
+    return _record(where, num_tokens, drafted, accepted, steps, positions)
 
 
 def _record(where, num_tokens, drafted, accepted, steps, *rows):
@@ -354,13 +345,12 @@ def _walk(token_ids, prompt_length, draft_token_ids, accepted=(), drafted=None):
         engine, num_drafts = step or (None, len(rows))
         pairs = zip(rows[:num_drafts], tokens[index : index + num_drafts], strict=False)
         ours = [*(row[index - 2] == token for row, token in pairs), False].index(False)
-        engine = ours if engine is None else engine
+        if engine is None or (engine > ours and index + ours == len(tokens)):
+            engine = ours
         if not 0 <= engine <= num_drafts <= len(rows):
             raise ValueError(f"index {index}: {engine} of {num_drafts} drafts, got {len(rows)}")
         if num_drafts:
-            is_cut = engine > ours and index + ours == len(tokens)
-            revealed = ours if is_cut else engine
-            yield index, ours if index < len(tokens) else None, revealed if step else None
+            yield index, ours if index < len(tokens) else None, engine if step else None
         index += 1 + engine
 
 
@@ -382,30 +372,24 @@ def explain_disagreement(
         return [(n, *step) for n, step in steps if step[1] != step[2]]
 
     wrong = differing(rows)
-    first, index, ours, engine = wrong[0] if wrong else [None] * 4
-    causes, message = [], f"the replay takes all {len(decisions)} decisions"
-    if wrong:
-        causes = [cause for cause, ids in (drafts_by_cause or {}).items() if not differing(ids)]
-        if not causes:
-            zeros = [row[: index - 2] + [0] * len(row) for row in rows]
-            zeroed = all(step[3] is None for step in differing(zeros))
-            habits = {
-                "padded prefill, a draft never made": decisions[:1] == [0]
-                and not differing(rows, 1),
-                "token 0 drafted near max_model_len": engine is not None and zeroed,
-                "no last draft at max_model_len": engine is None and len(wrong) == 1,
-            }
-            causes = [f"vLLM: {habit}" for habit, explains in habits.items() if explains]
-        took = [f"accepted {n} drafts" if n is not None else "took no step" for n in (engine, ours)]
-        message = f"step {first}, index {index}: the engine {took[0]}, the replay {took[1]}"
-        message += f"; explained by {causes or f'none of {list(drafts_by_cause or {})}'}"
-    return {
-        "agrees": not wrong,
-        "first_step": first,
-        "token_index": index,
-        "causes": causes,
-        "message": message,
-    }
+    first, index, ours, engine = wrong[0] if wrong else (None,) * 4
+    report = {"agrees": not wrong, "first_step": first, "token_index": index, "causes": []}
+    if not wrong:
+        return report | {"message": f"the replay takes all {len(decisions)} decisions"}
+    explains = {cause: not differing(ids) for cause, ids in (drafts_by_cause or {}).items()}
+    if not any(explains.values()):
+        zeros = [row[: index - 2] + [0] * len(row) for row in rows]
+        zeroed = all(step[3] is None for step in differing(zeros))
+        padded = decisions[:1] == [0] and not differing(rows, 1)
+        explains = {
+            "vLLM: padded prefill, a draft never made": padded,
+            "vLLM: token 0 drafted near max_model_len": engine is not None and zeroed,
+            "vLLM: no last draft at max_model_len": engine is None and len(wrong) == 1,
+        }
+    causes = [cause for cause, explained in explains.items() if explained]
+    took = f"the engine accepted {engine} drafts, the replay {ours} (None: took no step)"
+    message = f"step {first}, index {index}: {took}; explained by {causes or 'none of the causes'}"
+    return report | {"causes": causes, "message": message}
 
 
 def expected_acceptance(p, q):
@@ -427,7 +411,7 @@ def compare_acceptance(requests):
     spec/expected_cond_pos_j and spec/measured_cond_pos_j, rates, and spec/z_cond_pos_j, their
     difference in standard errors. With equal weights |z| is below 4, else far above: warn.
     """
-    reached, expected, measured, variance = (Counter() for _ in range(4))
+    outcomes = {}  # of draft j: (expected rate, whether accepted) in each step that came to it
     for prompt_length, acceptance, accepted, drafted in requests:
         rows, index = _rows(acceptance), prompt_length + 1
         drafted = drafted or [len(rows)] * len(accepted)
@@ -436,17 +420,15 @@ def compare_acceptance(requests):
                 break
             for j, row in enumerate(rows[: min(num_drafts, number + 1)], 1):
                 if index + j <= len(row) + 1:  # else a stop cut off what it was drafted from
-                    rate = row[index - 2]
-                    reached[j] += 1
-                    expected[j] += rate
-                    measured[j] += number >= j
-                    variance[j] += max(rate * (1 - rate), 1e-6)  # float32 knows no rate better
+                    outcomes.setdefault(j, []).append((row[index - 2], number >= j))
             index += 1 + number
     summary = {}
-    for j in sorted(reached):
-        summary[f"spec/expected_cond_pos_{j}"] = expected[j] / reached[j]
-        summary[f"spec/measured_cond_pos_{j}"] = measured[j] / reached[j]
-        summary[f"spec/z_cond_pos_{j}"] = (measured[j] - expected[j]) / variance[j] ** 0.5
+    for j, pairs in sorted(outcomes.items()):
+        rates, hits = zip(*pairs, strict=True)
+        variance = sum(max(rate * (1 - rate), 1e-6) for rate in rates)  # float32: no rate is 0 or 1
+        summary[f"spec/expected_cond_pos_{j}"] = fmean(rates)
+        summary[f"spec/measured_cond_pos_{j}"] = fmean(hits)
+        summary[f"spec/z_cond_pos_{j}"] = (sum(hits) - sum(rates)) / variance**0.5
     return summary
 
 
