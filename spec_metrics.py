@@ -24,7 +24,6 @@ Run     python -m pytest tests/test_spec_metrics.py
 """
 
 from collections import Counter
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
@@ -71,20 +70,19 @@ def counts_from_vllm(request_outputs):
     `per_request_spec_decode_metrics="summary"` tells drafted_per_position only if each step drafted
     k. Drafts of token 0 near max_model_len are counted: `explain_disagreement` names them.
     """
-    pairs = enumerate(_read_vllm(request_outputs))
-    return [record and _counts_of(record, n, f"completion {i}") for i, (record, n) in pairs]
+    records = enumerate(_read_vllm(request_outputs))
+    return [record and _counts_of(f"completion {i}", *record) for i, record in records]
 
 
-def _counts_of(record, num_tokens, where):
-    histogram, drafted = record.histogram, record.per_step_drafted
-    depths = range(1, len(histogram))
-    rows = [tuple(sum(histogram[j:]) for j in depths)]
+def _counts_of(where, accepted, drafted, num_drafts, draft_tokens, num_tokens):
+    depths = range(1, 1 + num_drafts)
+    rows = [tuple(sum(a >= j for a in accepted) for j in depths)]
     if drafted:  # "detailed"
-        pairs = list(zip(record.per_step_accepted, drafted, strict=True))
-        rows.append(tuple(sum(d >= j for d in drafted) for j in depths))
+        pairs = list(zip(accepted, drafted, strict=True))
+        rows.append(tuple(sum(d >= j for _, d in pairs) for j in depths))
         rows.append(tuple(sum(d >= j and a >= j - 1 for a, d in pairs) for j in depths))
-    totals = record.num_draft_tokens, sum(rows[0]), sum(histogram) - drafted.count(0)
-    return _record(where, num_tokens, *totals, *rows)
+    num_steps = len(accepted) - drafted.count(0)
+    return _record(where, num_tokens, draft_tokens, sum(accepted), num_steps, *rows)
 
 
 def steps_from_vllm(request_outputs):
@@ -92,32 +90,32 @@ def steps_from_vllm(request_outputs):
 
     Steps scheduled without a draft are not in them; one whose drafts a grammar refused is, with 0.
     """
-    records = [record for record, _ in _read_vllm(request_outputs)]
-    detailed = [r and len(r.per_step_accepted) == sum(r.histogram) for r in records]
-    pairs = zip(records, detailed, strict=True)
-    return [(r.per_step_accepted, r.per_step_drafted) if told else None for r, told in pairs]
+    records = _read_vllm(request_outputs)
+    return [r[:2] if r and len(r[0]) == len(r[1]) else None for r in records]
 
 
 def _read_vllm(request_outputs):
-    """(record, number of tokens) a completion, or Nones; less the step that vLLM 0.32 only padded.
+    """`_counts_of`'s arguments a completion, or None, less the step that vLLM 0.32 only padded.
 
     It pads a request with one token left to prefill (a prefix-cache hit, or a one-token prompt that
     joins others) to a verify step, and counts k drafts that nobody made.
     """
-    for request in request_outputs:
-        for completion in getattr(request, "outputs", None) or [None]:
-            record = copy(getattr(completion, "spec_decode_metrics", None))
-            num_tokens = record and len(completion.token_ids)
-            if record and len(request.prompt_token_ids) - (request.num_cached_tokens or 0) == 1:
-                num_rejected, *others = record.histogram
-                most = sum(n * (1 + j) for j, n in enumerate(record.histogram))
-                # A real first step comes after prefill's token: one more, unless a stop cut it off.
-                if num_rejected and num_tokens <= most and not any(record.per_step_accepted[:1]):
-                    record.histogram = [num_rejected - 1, *others]
-                    record.num_draft_tokens -= len(others)
-                    record.per_step_accepted = record.per_step_accepted[1:]
-                    record.per_step_drafted = record.per_step_drafted[1:]
-            yield record, num_tokens
+    pairs = [(r, c) for r in request_outputs for c in getattr(r, "outputs", None) or [None]]
+    for request, completion in pairs:
+        record = getattr(completion, "spec_decode_metrics", None)
+        if record is None:
+            yield None
+            continue
+        in_any_order = [j for j, steps in enumerate(record.histogram) for _ in range(steps)]
+        accepted, drafted = record.per_step_accepted or in_any_order, record.per_step_drafted
+        num_drafts, draft_tokens = len(record.histogram) - 1, record.num_draft_tokens
+        num_prefilled = len(request.prompt_token_ids) - (request.num_cached_tokens or 0)
+        num_tokens, most = len(completion.token_ids), len(accepted) + sum(accepted)
+        # A real first step comes after prefill's token: one more, unless a stop cut it off.
+        if num_prefilled == 1 and accepted[:1] == [0] and num_tokens <= most:
+            accepted, drafted = accepted[1:], drafted[1:]
+            draft_tokens -= num_drafts
+        yield accepted, drafted, num_drafts, draft_tokens, num_tokens
 
 
 def counts_from_vllm_counters(before, after):
@@ -152,7 +150,6 @@ def counts_from_sglang(meta_infos):
 
 
 def _counts_of_meta(meta, where):
-    meta = {key: value for key, value in meta.items() if value is not None}
     seen = sorted(meta.keys() & set(sum(SGLANG_NAMES, ())))
     known = [names for names in SGLANG_NAMES if meta.keys() >= set(names)]
     if not seen:
@@ -162,12 +159,11 @@ def _counts_of_meta(meta, where):
         raise ValueError(f"{where}: got only {seen} of {sorted(meta)}, wanted {wanted}")
     drafted, accepted, steps = (meta[name] for name in known[0])
     histogram = next((meta[name] for name in SGLANG_HISTOGRAMS if name in meta), None)
-    positions = None
-    if histogram:
-        if sum(histogram) != steps:
-            raise ValueError(f"{where}: {steps} verify steps, but {sum(histogram)} in {histogram}")
-        # It ends at the most that a step accepted; in SGLang all steps draft as many.
-        positions = tuple(sum(histogram[j:]) for j in range(1, 1 + drafted // steps))
+    if histogram and sum(histogram) != steps:
+        raise ValueError(f"{where}: {steps} verify steps, but {sum(histogram)} in {histogram}")
+    # It ends at the most that a step accepted; in SGLang all steps draft as many.
+    depths = range(1, 1 + drafted // max(steps, 1))
+    positions = tuple(sum(histogram[j:]) for j in depths) if histogram else None
     num_tokens = meta.get("completion_tokens", 0)
     return _record(where, num_tokens, drafted, accepted, steps, positions)
 
@@ -278,12 +274,10 @@ def summarize(counts):
     if not drafting:
         return summary
     total = add_counts(drafting)
-    rates = [c.accepted_tokens / c.draft_tokens for c in drafting]
-    lengths = [1 + c.accepted_tokens / c.verify_steps for c in drafting]
-    summary["spec/accept_rate_micro"] = total.accepted_tokens / total.draft_tokens
-    summary["spec/accept_rate_macro"] = fmean(rates)
-    summary["spec/accept_length_micro"] = 1 + total.accepted_tokens / total.verify_steps
-    summary["spec/accept_length_macro"] = fmean(lengths)
+    for name, records in ("micro", [total]), ("macro", drafting):
+        rows = [(c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in records]
+        rate, length = compute_spec_decode_metrics(*zip(*rows, strict=True)).values()
+        summary |= {f"spec/accept_rate_{name}": rate, f"spec/accept_length_{name}": length}
     for j, (accepted, drafted, reached) in enumerate(zip(*_positions(drafting), strict=True), 1):
         if drafted:
             summary[f"spec/accept_rate_pos_{j}"] = accepted / drafted
