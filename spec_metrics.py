@@ -28,11 +28,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
 
-# In the order of SpecCounts' fields; the last is a vector with one value a position.
-VLLM_COUNTERS = tuple(
-    f"vllm:spec_decode_num_{name}"
-    for name in ("draft_tokens", "accepted_tokens", "drafts", "accepted_tokens_per_pos")
-)
+# After "vllm:spec_decode_num_", in the order of SpecCounts' fields; the last is a vector.
+VLLM_COUNTERS = ("draft_tokens", "accepted_tokens", "drafts", "accepted_tokens_per_pos")
 # SGLang, in the same order: 0.5.12 on (which sends the next two too), 0.5.11, up to 0.5.10.
 SGLANG_NAMES = (
     ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct"),
@@ -124,19 +121,19 @@ def counts_from_vllm_counters(before, after):
     For vLLM 0.25.1, which has no per-request records; padded steps are in it. A snapshot's engines
     are summed. None without speculation, or if a counter went backwards or vanished (a restart).
     """
-    gains = Counter()  # by name, index in a vector, and labels: an engine is one of them
-    for sign, metric in [*((1, m) for m in after), *((-1, m) for m in before)]:
-        if metric.name in VLLM_COUNTERS:
+    gains = Counter()  # by place in SpecCounts, and labels: an engine is one of them
+    for sign, metric in [(1, m) for m in after] + [(-1, m) for m in before]:
+        name = metric.name.removeprefix("vllm:spec_decode_num_")
+        if name in VLLM_COUNTERS:
             values = metric.values if hasattr(metric, "values") else [metric.value]
-            for j, value in enumerate(values):
-                gains[metric.name, j, str(metric.labels)] += sign * value
+            for place, value in enumerate(values, VLLM_COUNTERS.index(name)):
+                gains[place, str(metric.labels)] += sign * value
     if not gains or min(gains.values()) < 0:
         return None
-    sums = {name: Counter() for name in VLLM_COUNTERS}
-    for (name, j, _), gain in sorted(gains.items()):
-        sums[name][j] += gain
-    *totals, positions = (tuple(row.values()) for row in sums.values())
-    return _record("after - before", 0, *(total for (total,) in totals), positions or None)
+    places = range(1 + max(gains)[0])
+    sums = [sum(gain for (at, _), gain in gains.items() if at == place) for place in places]
+    drafted, accepted, steps, *positions = sums
+    return _record("after - before", 0, drafted, accepted, steps, tuple(positions))
 
 
 def counts_from_sglang(meta_infos):
@@ -145,11 +142,10 @@ def counts_from_sglang(meta_infos):
     None without the keys: a request without a verify step. Some of the keys only: an error, lest a
     fourth naming pass for zeros.
     """
-    metas = enumerate(meta_infos)
-    return [_counts_of_meta(meta or {}, f"meta_infos[{i}]") for i, meta in metas]
+    return [_of_meta(meta or {}, f"meta_infos[{i}]") for i, meta in enumerate(meta_infos)]
 
 
-def _counts_of_meta(meta, where):
+def _of_meta(meta, where):
     seen = sorted(meta.keys() & set(sum(SGLANG_NAMES, ())))
     known = [names for names in SGLANG_NAMES if meta.keys() >= set(names)]
     if not seen:
@@ -164,8 +160,7 @@ def _counts_of_meta(meta, where):
     # It ends at the most that a step accepted; in SGLang all steps draft as many.
     depths = range(1, 1 + drafted // max(steps, 1))
     positions = tuple(sum(histogram[j:]) for j in depths) if histogram else None
-    num_tokens = meta.get("completion_tokens", 0)
-    return _record(where, num_tokens, drafted, accepted, steps, positions)
+    return _record(where, meta.get("completion_tokens", 0), drafted, accepted, steps, positions)
 
 
 def _record(where, num_tokens, drafted, accepted, steps, *rows):
@@ -245,12 +240,9 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
         raise ValueError("wanted 0 <= accepted <= drafted; count drafts only, no bonus tokens")
     if not requests:
         return {}
-    rates = [accepted / drafted if drafted else 0.0 for drafted, accepted, _ in requests]
-    lengths = [1.0 + accepted / steps if steps else 0.0 for _, accepted, steps in requests]
-    return {
-        "rollout/spec_accept_rate": fmean(rates),
-        "rollout/spec_accept_length": fmean(lengths),
-    }
+    rate = fmean(accepted / drafted if drafted else 0.0 for drafted, accepted, _ in requests)
+    length = fmean(1.0 + accepted / steps if steps else 0.0 for _, accepted, steps in requests)
+    return {"rollout/spec_accept_rate": rate, "rollout/spec_accept_length": length}
 
 
 def summarize(counts):
@@ -258,23 +250,19 @@ def summarize(counts):
 
     spec/requests: all; _missing of them gave no record, _without_drafts drafted nothing.
     spec/accept_rate, _length: _micro over all steps, _macro a mean over the requests that drafted.
-    spec/accept_rate_pos_j: over the requests that have positions. If every step drafted k, their
-        sum is accept_length_micro - 1.
-    spec/accept_rate_cond_pos_j: over the steps that also accepted the j-1 drafts before.
-    spec/emitted_length: tokens a verify step, without what a stop cut off.
+    spec/accept_rate_pos_j: over the steps that drafted j, of the requests that have positions.
+    spec/accept_rate_cond_pos_j: over those of them that accepted the j-1 before.
+    spec/emitted_length: tokens a verify step, less what a stop cut off.
     """
     counts = list(counts)
     known = _known(counts)
     drafting = [c for c in known if c.draft_tokens]
-    summary = {
-        "spec/requests": float(len(counts)),
-        "spec/requests_without_drafts": float(len(known) - len(drafting)),
-        "spec/requests_missing": float(len(counts) - len(known)),
-    }
+    summary = {"spec/requests": float(len(counts))}
+    summary["spec/requests_without_drafts"] = float(len(known) - len(drafting))
+    summary["spec/requests_missing"] = float(len(counts) - len(known))
     if not drafting:
         return summary
-    total = add_counts(drafting)
-    for name, records in ("micro", [total]), ("macro", drafting):
+    for name, records in ("micro", [add_counts(drafting)]), ("macro", drafting):
         rows = [(c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in records]
         rate, length = compute_spec_decode_metrics(*zip(*rows, strict=True)).values()
         summary |= {f"spec/accept_rate_{name}": rate, f"spec/accept_length_{name}": length}
@@ -375,11 +363,9 @@ def explain_disagreement(
         zeros = [row[: index - 2] + [0] * len(row) for row in rows]
         zeroed = all(step[3] is None for step in differing(zeros))
         padded = decisions[:1] == [0] and not differing(rows, 1)
-        explains = {
-            "vLLM: padded prefill, a draft never made": padded,
-            "vLLM: token 0 drafted near max_model_len": engine is not None and zeroed,
-            "vLLM: no last draft at max_model_len": engine is None and len(wrong) == 1,
-        }
+        explains["vLLM: padded prefill, a draft never made"] = padded
+        explains["vLLM: token 0 drafted near max_model_len"] = engine is not None and zeroed
+        explains["vLLM: no last draft at max_model_len"] = engine is None and len(wrong) == 1
     causes = [cause for cause, explained in explains.items() if explained]
     took = f"the engine accepted {engine} drafts, the replay {ours} (None: took no step)"
     message = f"step {first}, index {index}: {took}; explained by {causes or 'none of the causes'}"
