@@ -78,8 +78,11 @@ def _counts_of(where, accepted, drafted, num_drafts, draft_tokens, num_tokens):
         pairs = list(zip(accepted, drafted, strict=True))
         rows.append(tuple(sum(d >= j for _, d in pairs) for j in depths))
         rows.append(tuple(sum(d >= j and a >= j - 1 for a, d in pairs) for j in depths))
-    num_steps = len(accepted) - drafted.count(0)
-    return _record(where, num_tokens, draft_tokens, sum(accepted), num_steps, *rows)
+    # In steps beyond the number of drafts no draft was left; fewer tokens than steps: DELTA outputs.
+    num_steps = min(len(accepted) - drafted.count(0), draft_tokens)
+    emitted = num_tokens - 1 if num_tokens > num_steps else None
+    counts = SpecCounts(draft_tokens, sum(accepted), num_steps, *rows, emitted_tokens=emitted)
+    return add_counts([_checked(counts, where)])
 
 
 def steps_from_vllm(request_outputs):
@@ -103,13 +106,14 @@ def _read_vllm(request_outputs):
         if record is None:
             yield None
             continue
-        in_any_order = [j for j, steps in enumerate(record.histogram) for _ in range(steps)]
-        accepted, drafted = record.per_step_accepted or in_any_order, record.per_step_drafted
+        rising = [j for j, steps in enumerate(record.histogram) for _ in range(steps)]
+        accepted, drafted = record.per_step_accepted or rising, record.per_step_drafted
         num_drafts, draft_tokens = len(record.histogram) - 1, record.num_draft_tokens
         num_prefilled = len(request.prompt_token_ids) - (request.num_cached_tokens or 0)
-        num_tokens, most = len(completion.token_ids), len(accepted) + sum(accepted)
+        num_tokens = len(completion.token_ids)
         # A real first step comes after prefill's token: one more, unless a stop cut it off.
-        if num_prefilled == 1 and accepted[:1] == [0] and num_tokens <= most:
+        maybe_padded = accepted[:1] == [0] and num_tokens <= len(accepted) + sum(accepted)
+        if num_prefilled == 1 and maybe_padded:
             accepted, drafted = accepted[1:], drafted[1:]
             draft_tokens -= num_drafts
         yield accepted, drafted, num_drafts, draft_tokens, num_tokens
@@ -133,7 +137,7 @@ def counts_from_vllm_counters(before, after):
     places = range(1 + max(gains)[0])
     sums = [sum(gain for (at, _), gain in gains.items() if at == place) for place in places]
     drafted, accepted, steps, *positions = sums
-    return _record("after - before", 0, drafted, accepted, steps, tuple(positions))
+    return add_counts([SpecCounts(drafted, accepted, steps, tuple(positions))])
 
 
 def counts_from_sglang(meta_infos):
@@ -160,15 +164,7 @@ def _of_meta(meta, where):
     # It ends at the most that a step accepted; in SGLang all steps draft as many.
     depths = range(1, 1 + drafted // max(steps, 1))
     positions = tuple(sum(histogram[j:]) for j in depths) if histogram else None
-    return _record(where, meta.get("completion_tokens", 0), drafted, accepted, steps, positions)
-
-
-def _record(where, num_tokens, drafted, accepted, steps, *rows):
-    """A source's record, checked, with what follows from the rest. num_tokens: prefill's too."""
-    steps = min(steps, drafted)  # in the others no draft was left
-    emitted = num_tokens - 1 if num_tokens > steps else None  # fewer: a DELTA output
-    record = SpecCounts(drafted, accepted, steps, *rows, emitted_tokens=emitted)
-    return add_counts([_checked(record, where)])
+    return add_counts([_checked(SpecCounts(drafted, accepted, steps, positions), where)])
 
 
 def add_counts(segments):
@@ -205,8 +201,7 @@ def _checked(c, where):
             falls = [steps, *row, 0] == sorted([steps, *row, 0], reverse=True)
             holds &= falls and sum(row) == total and drafted <= steps * len(row)
     if not holds or any(not a <= r <= d for a, d, r in zip(*_positions([c]), strict=True)):
-        wanted = "accepted <= drafted (no bonus tokens), the steps that drafted, and positions"
-        raise ValueError(f"{where}: got {c}, wanted {wanted} (no histogram) that fall and add up")
+        raise ValueError(f"{where}: {c} does not add up; is a bonus token or a histogram in it?")
     return c
 
 

@@ -1,4 +1,4 @@
-"""Fix 6: records from vLLM and SGLang, what is made of them, and the replay. Cases 25 to 32 are literal."""
+"""Fix 6: records from vLLM and SGLang, what is made of them, and the replay. Cases 25 to 32."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def before_bonus_counted(accepted, drafted):
 
 
 def before_missing_keys_are_zero(meta, speculative_num_draft_tokens):
-    """verl 0.9.1, async_sglang_server.py: defaults where SGLang 0.5.11 renamed the keys (verl#7543)."""
+    """verl 0.9.1, async_sglang_server.py: defaults where SGLang 0.5.11 has new keys (verl#7543)."""
     return (
         int(meta.get("spec_draft_token_num", speculative_num_draft_tokens)),
         int(meta.get("spec_accept_token_num", 0)),
@@ -75,7 +75,7 @@ def vllm():
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def completion(steps, num_spec_tokens, detailed=False, index=0):
-        """A CompletionOutput as the engine fills it; steps: (drafted, accepted) a verify step, None: not recorded."""
+        """A CompletionOutput as the engine fills it; steps: (drafted, accepted), or no record."""
         record = None
         if steps is not None:
             record = stats.RequestSpecDecodeMetrics.new(num_spec_tokens)
@@ -257,7 +257,7 @@ def test_case_31_all_of_sglangs_namings_give_the_same_triple():
             "spec_accept_length": 3.5,
         } | meta
         (counts,) = counts_from_sglang([meta])
-        assert counts == SpecCounts(12, 9, 4) and counts.emitted_tokens == 13
+        assert counts == SpecCounts(12, 9, 4)
         assert (
             summarize([counts])["spec/accept_length_micro"] == 3.25
         )  # SGLang's 3.5 counts prefill's token
@@ -408,7 +408,7 @@ def test_more_drafts_than_the_steps_can_hold_are_refused_where_k_is_known(vllm):
     completion.spec_decode_metrics.num_draft_tokens = 7
     with pytest.raises(ValueError, match="completion 1"):
         counts_from_vllm([None, vllm.request(completion)])
-    with pytest.raises(ValueError, match="after - before"):
+    with pytest.raises(ValueError, match=r"\[0\]"):
         counts_from_vllm_counters([], snapshot((3, 1, 2, [1])))
 
 
