@@ -67,22 +67,7 @@ def counts_from_vllm(request_outputs):
     `per_request_spec_decode_metrics="summary"` tells drafted_per_position only if each step drafted
     k. Drafts of token 0 near max_model_len are counted: `explain_disagreement` names them.
     """
-    records = enumerate(_read_vllm(request_outputs))
-    return [record and _counts_of(f"completion {i}", *record) for i, record in records]
-
-
-def _counts_of(where, accepted, drafted, num_drafts, draft_tokens, num_tokens):
-    depths = range(1, 1 + num_drafts)
-    rows = [tuple(sum(a >= j for a in accepted) for j in depths)]
-    if drafted:  # "detailed"
-        pairs = list(zip(accepted, drafted, strict=True))
-        rows.append(tuple(sum(d >= j for _, d in pairs) for j in depths))
-        rows.append(tuple(sum(d >= j and a >= j - 1 for a, d in pairs) for j in depths))
-    # In steps beyond the number of drafts no draft was left; fewer tokens than steps: DELTA outputs.
-    num_steps = min(len(accepted) - drafted.count(0), draft_tokens)
-    emitted = num_tokens - 1 if num_tokens > num_steps else None
-    counts = SpecCounts(draft_tokens, sum(accepted), num_steps, *rows, emitted_tokens=emitted)
-    return add_counts([_checked(counts, where)])
+    return [counts for counts, _ in _read_vllm(request_outputs)]
 
 
 def steps_from_vllm(request_outputs):
@@ -90,33 +75,41 @@ def steps_from_vllm(request_outputs):
 
     Steps scheduled without a draft are not in them; one whose drafts a grammar refused is, with 0.
     """
-    records = _read_vllm(request_outputs)
-    return [r[:2] if r and len(r[0]) == len(r[1]) else None for r in records]
+    return [steps for _, steps in _read_vllm(request_outputs)]
 
 
 def _read_vllm(request_outputs):
-    """`_counts_of`'s arguments a completion, or None, less the step that vLLM 0.32 only padded.
+    """(SpecCounts, steps) a completion, less the step that vLLM 0.32 only padded; None: not known.
 
     It pads a request with one token left to prefill (a prefix-cache hit, or a one-token prompt that
     joins others) to a verify step, and counts k drafts that nobody made.
     """
     pairs = [(r, c) for r in request_outputs for c in getattr(r, "outputs", None) or [None]]
-    for request, completion in pairs:
+    for i, (request, completion) in enumerate(pairs):
         record = getattr(completion, "spec_decode_metrics", None)
         if record is None:
-            yield None
+            yield None, None
             continue
         rising = [j for j, steps in enumerate(record.histogram) for _ in range(steps)]
         accepted, drafted = record.per_step_accepted or rising, record.per_step_drafted
-        num_drafts, draft_tokens = len(record.histogram) - 1, record.num_draft_tokens
+        depths, total = range(1, len(record.histogram)), record.num_draft_tokens
         num_prefilled = len(request.prompt_token_ids) - (request.num_cached_tokens or 0)
         num_tokens = len(completion.token_ids)
         # A real first step comes after prefill's token: one more, unless a stop cut it off.
         maybe_padded = accepted[:1] == [0] and num_tokens <= len(accepted) + sum(accepted)
         if num_prefilled == 1 and maybe_padded:
-            accepted, drafted = accepted[1:], drafted[1:]
-            draft_tokens -= num_drafts
-        yield accepted, drafted, num_drafts, draft_tokens, num_tokens
+            accepted, drafted, total = accepted[1:], drafted[1:], total - len(depths)
+        rows = [tuple(sum(a >= j for a in accepted) for j in depths)]
+        is_detailed = len(drafted) == len(accepted)
+        if is_detailed:
+            steps = list(zip(accepted, drafted, strict=True))
+            rows.append(tuple(sum(d >= j for _, d in steps) for j in depths))
+            rows.append(tuple(sum(d >= j and a >= j - 1 for a, d in steps) for j in depths))
+        num_steps = min(len(accepted) - drafted.count(0), total)  # in others no draft was left
+        emitted = num_tokens - 1 if num_tokens > num_steps else None  # fewer: a DELTA output
+        counts = SpecCounts(total, sum(accepted), num_steps, *rows, emitted_tokens=emitted)
+        counts = add_counts([_checked(counts, f"completion {i}")])
+        yield counts, (accepted, drafted) if is_detailed else None
 
 
 def counts_from_vllm_counters(before, after):

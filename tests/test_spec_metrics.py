@@ -688,7 +688,7 @@ def test_all_sources_tell_the_same_and_what_they_do_not_know_is_none(
 
 
 def decode(target, draft, prompt_length, max_tokens, eos=None):
-    """A greedy engine with one draft a step. target[i], draft[i]: its token, its draft for index i."""
+    """A greedy engine, one draft a step. target[i], draft[i]: its token, its draft for index i."""
     tokens, decisions, gains = target[: prompt_length + 1], [], [1]
     end = prompt_length + max_tokens
     while len(tokens) < end and tokens[-1] != eos:
@@ -764,7 +764,7 @@ def test_the_replay_predicts_a_simulated_engine_to_the_last_step(
 
 
 def test_the_replay_predicts_vllms_own_scheduler_at_every_kind_of_end(vllm, tmp_path):
-    """The real Scheduler, fed by hand in place of a model: no engine, and the end of a request is decided by vLLM."""
+    """The real Scheduler, fed by hand in place of a model: vLLM decides when a request ends."""
     schedule = vllm_scheduler(tmp_path, max_model_len=40)
     rng = random.Random(0)
     ends = set()
@@ -809,7 +809,7 @@ def as_completion(token_ids, output):
 
 
 def vllm_scheduler(folder, max_model_len, prefix_caching=False):
-    """schedule(request id, target, draft, prompt length, max_tokens) -> (tokens, last output, cached tokens)."""
+    """schedule(request id, target, draft, prompt length, max_tokens): tokens, last output, cached."""
     from vllm import SamplingParams
     from vllm.config import (
         CacheConfig,
