@@ -136,8 +136,7 @@ def counts_from_vllm_counters(before, after):
 def counts_from_sglang(meta_infos):
     """One record a request from SGLang's `meta_info` dicts, in any of its three namings.
 
-    None without the keys: a request without a verify step. Some of the keys only: an error, lest a
-    fourth naming pass for zeros.
+    None without the keys (no verify step). Some of them only: an error, lest new names read as 0.
     """
     return [_of_meta(meta or {}, f"meta_infos[{i}]") for i, meta in enumerate(meta_infos)]
 
@@ -148,8 +147,7 @@ def _of_meta(meta, where):
     if not seen:
         return None
     if not known:
-        wanted = f"three of {SGLANG_NAMES}; new names? add them there"
-        raise ValueError(f"{where}: got only {seen} of {sorted(meta)}, wanted {wanted}")
+        raise ValueError(f"{where}: got {seen} of {sorted(meta)}; add new names to SGLANG_NAMES")
     drafted, accepted, steps = (meta[name] for name in known[0])
     histogram = next((meta[name] for name in SGLANG_HISTOGRAMS if name in meta), None)
     if histogram and sum(histogram) != steps:
@@ -165,7 +163,7 @@ def add_counts(segments):
 
     Left out: None, and the steps of segments without drafts. None if every one is None.
     """
-    known = _known(segments)
+    known = [_checked(c, f"record [{i}]") for i, c in enumerate(segments) if c is not None]
     if not known:
         return None
     names = ("draft_tokens", "accepted_tokens", "verify_steps")
@@ -175,13 +173,8 @@ def add_counts(segments):
     if any(c.draft_tokens and not c.accepted_per_position for c in known):
         return SpecCounts(*totals, emitted_tokens=emitted)
     accepted, drafted, reached = _positions(known)
-    if sum(drafted) != totals[0]:  # some step drafted less: which, is not known
-        drafted = None
+    drafted = drafted if sum(drafted) == totals[0] else None  # None: some step drafted less
     return SpecCounts(*totals, accepted or None, drafted, reached, emitted)
-
-
-def _known(counts):
-    return [_checked(c, f"record [{i}]") for i, c in enumerate(counts) if c is not None]
 
 
 def _checked(c, where):
@@ -243,14 +236,15 @@ def summarize(counts):
     spec/emitted_length: tokens a verify step, less what a stop cut off.
     """
     counts = list(counts)
-    known = _known(counts)
+    total = add_counts(counts)
+    known = [c for c in counts if c is not None]
     drafting = [c for c in known if c.draft_tokens]
     summary = {"spec/requests": float(len(counts))}
     summary["spec/requests_without_drafts"] = float(len(known) - len(drafting))
     summary["spec/requests_missing"] = float(len(counts) - len(known))
     if not drafting:
         return summary
-    for name, records in ("micro", [add_counts(drafting)]), ("macro", drafting):
+    for name, records in ("micro", [total]), ("macro", drafting):
         rows = [(c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in records]
         rate, length = compute_spec_decode_metrics(*zip(*rows, strict=True)).values()
         summary |= {f"spec/accept_rate_{name}": rate, f"spec/accept_length_{name}": length}
@@ -350,8 +344,7 @@ def explain_disagreement(
     if not any(explains.values()):
         zeros = [row[: index - 2] + [0] * len(row) for row in rows]
         zeroed = all(step[3] is None for step in differing(zeros))
-        padded = decisions[:1] == [0] and not differing(rows, 1)
-        explains["vLLM: padded prefill, a draft never made"] = padded
+        explains["vLLM: padded prefill step"] = decisions[:1] == [0] and not differing(rows, 1)
         explains["vLLM: token 0 drafted near max_model_len"] = engine is not None and zeroed
         explains["vLLM: no last draft at max_model_len"] = engine is None and len(wrong) == 1
     causes = [cause for cause, explained in explains.items() if explained]

@@ -270,12 +270,12 @@ def test_case_31_all_of_sglangs_namings_give_the_same_triple():
 def test_case_31_none_of_the_keys_is_none_and_some_of_them_an_error():
     assert counts_from_sglang([{}, {"completion_tokens": 1}, None]) == [None] * 3
     with pytest.raises(
-        ValueError, match=r"meta_infos\[1\]: got only \['spec_verify_ct'\].* add them there"
+        ValueError, match=r"meta_infos\[1\].*\['spec_verify_ct'\].*spec_drafts_of_tomorrow"
     ):
         counts_from_sglang([{}, {"spec_verify_ct": 4, "spec_drafts_of_tomorrow": 12}])
-    with pytest.raises(ValueError, match="got only"):
+    with pytest.raises(ValueError, match="SGLANG_NAMES"):
         counts_from_sglang([{"spec_proposed_drafts": 12, "spec_accepted_drafts": 9}])
-    with pytest.raises(ValueError, match="got only"):
+    with pytest.raises(ValueError, match="SGLANG_NAMES"):
         counts_from_sglang(
             [{"spec_proposed_drafts": 12, "spec_num_correct_drafts": 9, "spec_verify_ct": 4}]
         )
@@ -809,7 +809,7 @@ def as_completion(token_ids, output):
 
 
 def vllm_scheduler(folder, max_model_len, prefix_caching=False):
-    """schedule(request id, target, draft, prompt length, max_tokens): tokens, last output, cached."""
+    """schedule(request id, target, draft, prompt length, max_tokens): tokens, output, cached."""
     from vllm import SamplingParams
     from vllm.config import (
         CacheConfig,
@@ -921,7 +921,7 @@ def test_a_disagreement_names_the_step_the_drafts_and_the_fault_that_explains_ev
 def test_decisions_that_do_not_cover_the_sequence_are_reported_as_such():
     tokens, drafts = [1, 2, 10, 11, 12, 13, 14, 15, 16], [0, 11, 12, 99, 14, 15, 16, 0, 0]
     padded = explain_disagreement(tokens, 2, drafts, [0, 1, 0, 1, 1])
-    assert not padded["agrees"] and ["padded prefill" in cause for cause in padded["causes"]] == [1]
+    assert not padded["agrees"] and ["padded" in cause for cause in padded["causes"]] == [1]
     short = explain_disagreement(tokens, 2, drafts, [1, 0])
     assert short["first_step"] == 2 and short["causes"] == []
     assert "step 2, index 6: the engine accepted None" in short["message"]
@@ -1050,7 +1050,7 @@ def test_vllms_habits_are_named_where_no_planted_fault_explains_the_decisions():
     padded, zeroed, dropped = (
         [f"vLLM: {habit}"]
         for habit in (
-            "padded prefill, a draft never made",
+            "padded prefill step",
             "token 0 drafted near max_model_len",
             "no last draft at max_model_len",
         )
