@@ -1,4 +1,4 @@
-"""Fix 6 of 6: acceptance numbers that reconcile with the engine, and a replay that says why it fell.
+"""Fix 6 of 6: acceptance numbers that agree with the engine, and a replay that says why they fell.
 
 Bug     Engines name and count drafts in different ways. A renamed key read with a default becomes
         "rate 0, length 1"; requests that never drafted are averaged in as zeros; a bonus token
@@ -11,8 +11,8 @@ Rule    One record a request; what the engine did not say is None, and counted a
                 before   rate .250  length 1.417   its zeros pull both down
                 after    rate .600  length 2.800   micro; macro over the two: .375 and 2.125
 Replay  vLLM drafts the arg-max token, so at any temperature a draft is accepted iff it is the token
-        that was emitted. The trainer's drafts thus predict every decision, or else the engine
-        drafts with other weights or conventions. Here with one draft a step:
+        that was emitted: the trainer's drafts predict every decision, unless the engine drafts with
+        other weights or conventions. Here with one draft a step:
             index     0  1  2  3  4  5  6  7  8    P prompt, p prefill's token (never a draft)
             token     P  P  p 11 12 13 14 15 16    b bonus: comes with an accepted draft
             draft              11  b 99 14  b 16   the draft for index i stands in slot i-2
@@ -23,30 +23,20 @@ Shapes  T tokens of a request, k drafts a step, V vocabulary
 Run     python -m pytest tests/test_spec_metrics.py
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
 
-# vLLM's counters in the order of SpecCounts' fields, and its vector of accepted tokens a position.
-VLLM_COUNTERS = tuple(
-    f"vllm:spec_decode_num_{name}" for name in ("draft_tokens", "accepted_tokens", "drafts")
-)
-VLLM_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-# (drafted, accepted) in SGLang: 0.5.12 on (which sends the next pair too), 0.5.11, up to 0.5.10.
+# After "vllm:spec_decode_num_", in the order of SpecCounts' fields; the last is a vector.
+VLLM_COUNTERS = ("draft_tokens", "accepted_tokens", "drafts", "accepted_tokens_per_pos")
+# SGLang, in the same order: 0.5.12 on (which sends the next two too), 0.5.11, up to 0.5.10.
 SGLANG_NAMES = (
-    ("spec_num_proposed_drafts", "spec_num_correct_drafts"),
-    ("spec_proposed_drafts", "spec_accepted_drafts"),
-    ("spec_draft_token_num", "spec_accept_token_num"),
+    ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct"),
+    ("spec_proposed_drafts", "spec_accepted_drafts", "spec_verify_ct"),
+    ("spec_draft_token_num", "spec_accept_token_num", "spec_verify_ct"),
 )
 SGLANG_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # 0.5.12 on, before
-
-# What vLLM 0.32 does that no drafts of the trainer's show: scheduler.py pad_spec_decode,
-# gpu_model_runner.py _input_fits_in_drafter, and no slot behind max_model_len.
-VLLM_HABITS = (
-    "a draft counted that was never made (vLLM's padded prefill)",
-    "token 0 drafted (vLLM near max_model_len)",
-    "no draft for the last token (vLLM at max_model_len)",
-)
 
 
 @dataclass(frozen=True)
@@ -56,10 +46,8 @@ class SpecCounts:
     accepted_per_position  verify steps that accepted j drafts or more; None: not known
     drafted_per_position   verify steps that drafted j or more; None: not known, and each is taken
                            to have drafted as many (rates may be too low)
-    reached_per_position   those of them that accepted the j-1 before; None: not known, and taken
-                           as many as the two above allow (exact if all steps drafted as many)
-    emitted_tokens         tokens beyond prefill's own: accepted_tokens + verify_steps, less what a
-                           stop (eos, max_tokens) cut off, plus steps without a draft
+    reached_per_position   those of them that accepted the j-1 before; None: as many as there can be
+    emitted_tokens         all but prefill's own, also of steps without a draft; None: not known
     Equality leaves out the last three: of two sources of one run, one may know more.
     """
 
@@ -76,166 +64,143 @@ def counts_from_vllm(request_outputs):
     """One record a completion (n > 1 gives n), in order, from vLLM's `RequestOutput`s.
 
     None where the engine gave none: a request aborted or ended by a stop string, or None itself.
-    vLLM 0.32: `per_request_spec_decode_metrics="detailed"` gives all fields, "summary" no
-    drafted_per_position unless each step drafted k.
-    Padded steps are left out (`steps_from_vllm`). Drafts of token 0, which vLLM counts near
-    max_model_len, look like others here: ask `explain_disagreement`.
+    `per_request_spec_decode_metrics="summary"` tells drafted_per_position only if each step drafted
+    k. Drafts of token 0 near max_model_len are counted: `explain_disagreement` names them.
     """
-    records = []
-    for _, completion, record in _read_vllm(request_outputs):
-        counts = None
-        if record is not None:
-            counts = _counts_of_steps(*record)
-        num_tokens = len(getattr(completion, "token_ids", None) or ())
-        records.append(counts and _finished(counts, f"completion {len(records)}", num_tokens))
-    return records
+    return [counts for counts, _ in _read_vllm(request_outputs)]
 
 
 def steps_from_vllm(request_outputs):
-    """(accepted, drafted) a completion: lists of one number a step, for the replay; or None.
+    """(accepted, drafted) a completion, one number a step, for the replay; None if not "detailed".
 
-    From "detailed" records. Steps scheduled without a draft are not in them; one whose drafts a
-    grammar refused is, with 0 drafted. vLLM 0.32 pads a request with one token left to prefill (a
-    prefix-cache hit; a one-token prompt that joins others) to a verify step and counts k drafts
-    that nobody made. Left out if prompt - num_cached_tokens is 1, the first step accepted nothing,
-    and the tokens allow it (a real first step and a stop that cut a token off allow it, too).
+    Steps scheduled without a draft are not in them; one whose drafts a grammar refused is, with 0.
     """
-    records = [record for _, _, record in _read_vllm(request_outputs)]
-    return [r[:2] if r is not None and len(r[0]) == sum(r[2]) else None for r in records]
+    return [steps for _, steps in _read_vllm(request_outputs)]
 
 
 def _read_vllm(request_outputs):
-    """Accepted and drafted a step (empty in a "summary"), steps by number accepted, all drafted."""
+    """(SpecCounts, steps) a completion, less the step that vLLM 0.32 only padded; None: not known.
+
+    It pads a request with one token left to prefill (a prefix-cache hit, or a one-token prompt that
+    joins others) to a verify step, and counts k drafts that nobody made.
+    """
     pairs = [(r, c) for r in request_outputs for c in getattr(r, "outputs", None) or [None]]
-    for request, completion in pairs:
+    for i, (request, completion) in enumerate(pairs):
         record = getattr(completion, "spec_decode_metrics", None)
         if record is None:
-            yield request, completion, None
+            yield None, None
             continue
-        accepted = list(getattr(record, "per_step_accepted", ()))
-        drafted = list(getattr(record, "per_step_drafted", ()))
-        histogram, num_drafted = list(record.histogram), record.num_draft_tokens
-        cached = getattr(request, "num_cached_tokens", None)
-        if cached is not None and len(request.prompt_token_ids or ()) - cached == 1:
-            emitted = sum(steps * (1 + number) for number, steps in enumerate(histogram))
-            num_tokens = len(getattr(completion, "token_ids", None) or ())
-            # Were the first step real, prefill's token would have come before it.
-            if histogram[0] and not any(accepted[:1]) and num_tokens <= emitted:
-                accepted, drafted = accepted[1:], drafted[1:]
-                histogram[0], num_drafted = histogram[0] - 1, num_drafted - len(histogram) + 1
-        yield request, completion, (accepted, drafted, histogram, num_drafted)
-
-
-def _counts_of_steps(accepted, drafted, histogram, num_drafted):
-    steps, positions = _from_histogram(histogram)
-    counts = SpecCounts(num_drafted, sum(positions), steps - drafted.count(0), positions)
-    if not drafted:
-        return counts
-    depths, pairs = range(1, len(histogram)), list(zip(accepted, drafted, strict=True))
-    reached = tuple(sum(d >= j and a >= j - 1 for a, d in pairs) for j in depths)
-    drafted = tuple(sum(d >= j for d in drafted) for j in depths)
-    return replace(counts, drafted_per_position=drafted, reached_per_position=reached)
-
-
-def _from_histogram(histogram):
-    """histogram[j]: steps that accepted j drafts. All steps; those that accepted j or more."""
-    return sum(histogram), tuple(sum(histogram[j:]) for j in range(1, len(histogram)))
+        rising = [j for j, steps in enumerate(record.histogram) for _ in range(steps)]
+        accepted, drafted = record.per_step_accepted or rising, record.per_step_drafted
+        depths, total = range(1, len(record.histogram)), record.num_draft_tokens
+        num_prefilled = len(request.prompt_token_ids) - (request.num_cached_tokens or 0)
+        num_tokens = len(completion.token_ids)
+        # A real first step comes after prefill's token: one more, unless a stop cut it off.
+        maybe_padded = accepted[:1] == [0] and num_tokens <= len(accepted) + sum(accepted)
+        if num_prefilled == 1 and maybe_padded:
+            accepted, drafted, total = accepted[1:], drafted[1:], total - len(depths)
+        rows = [tuple(sum(a >= j for a in accepted) for j in depths)]
+        is_detailed = len(drafted) == len(accepted)
+        if is_detailed:
+            steps = list(zip(accepted, drafted, strict=True))
+            rows.append(tuple(sum(d >= j for _, d in steps) for j in depths))
+            rows.append(tuple(sum(d >= j and a >= j - 1 for a, d in steps) for j in depths))
+        num_steps = min(len(accepted) - drafted.count(0), total)  # in others no draft was left
+        emitted = num_tokens - 1 if num_tokens > num_steps else None  # fewer: a DELTA output
+        counts = SpecCounts(total, sum(accepted), num_steps, *rows, emitted_tokens=emitted)
+        counts = add_counts([_checked(counts, f"completion {i}")])
+        yield counts, (accepted, drafted) if is_detailed else None
 
 
 def counts_from_vllm_counters(before, after):
     """One record of all that ran between two `llm.get_metrics()` snapshots (with log stats on).
 
-    For vLLM 0.25.1, which has no per-request records; macro means of it mean nothing, and padded
-    steps are in it. A snapshot's engines are summed; several LLMs: `add_counts`. None without
-    speculation, or if a counter went backwards or vanished (an engine restarted).
+    For vLLM 0.25.1, which has no per-request records; padded steps are in it. A snapshot's engines
+    are summed. None without speculation, or if a counter went backwards or vanished (a restart).
     """
-    before, after = _read_counters(before), _read_counters(after)
-    sums = {}
-    for key in before.keys() | after.keys():  # a counter that is not in `before` started from 0
-        gains = _add([after.get(key, ()), [-value for value in before.get(key, ())]])
-        if key not in after or min(gains, default=0) < 0:
-            return None
-        sums[key[0]] = _add([sums.get(key[0], ()), gains])
-    if not sums:
+    gains = Counter()  # by place in SpecCounts, and labels: an engine is one of them
+    for sign, metric in [(1, m) for m in after] + [(-1, m) for m in before]:
+        name = metric.name.removeprefix("vllm:spec_decode_num_")
+        if name in VLLM_COUNTERS:
+            values = metric.values if hasattr(metric, "values") else [metric.value]
+            for place, value in enumerate(values, VLLM_COUNTERS.index(name)):
+                gains[place, str(metric.labels)] += sign * value
+    if not gains or min(gains.values()) < 0:
         return None
-    if any(name not in sums for name in VLLM_COUNTERS):
-        raise ValueError(f"got only {sorted(sums)}, wanted {VLLM_COUNTERS}; pass all of after")
-    totals = [sums[name][0] for name in VLLM_COUNTERS]
-    return _finished(SpecCounts(*totals, sums.get(VLLM_PER_POSITION)), "after - before")
-
-
-def _read_counters(snapshot):
-    """{(name, labels): values}; an engine is one of the labels."""
-    counters = {}
-    for metric in snapshot:
-        if metric.name in (*VLLM_COUNTERS, VLLM_PER_POSITION):
-            key = metric.name, str(sorted(metric.labels.items()))
-            values = metric.values if metric.name == VLLM_PER_POSITION else [metric.value]
-            counters[key] = _add([counters.get(key, ()), values])
-    return counters
+    places = range(1 + max(gains)[0])
+    sums = [sum(gain for (at, _), gain in gains.items() if at == place) for place in places]
+    drafted, accepted, steps, *positions = sums
+    return add_counts([SpecCounts(drafted, accepted, steps, tuple(positions))])
 
 
 def counts_from_sglang(meta_infos):
     """One record a request from SGLang's `meta_info` dicts, in any of its three namings.
 
-    None without the keys: SGLang sends none for a request without a verify step, which so counts as
-    missing. Some of the keys only: an error, lest a fourth naming pass for zeros.
+    None without the keys (no verify step). Some of them only: an error, lest new names read as 0.
     """
-    records = []
-    for i, meta in enumerate(meta_infos):
-        meta = {key: value for key, value in (meta or {}).items() if value is not None}
-        pair = next((pair for pair in SGLANG_NAMES if pair[0] in meta and pair[1] in meta), None)
-        seen = sorted({"spec_verify_ct", *sum(SGLANG_NAMES, ())} & meta.keys())
-        if seen and (pair is None or "spec_verify_ct" not in meta):
-            wanted = f"spec_verify_ct and a pair of {SGLANG_NAMES}; new names? add them there"
-            raise ValueError(f"meta_infos[{i}]: got only {seen} of {sorted(meta)}, wanted {wanted}")
-        records.append(_sglang_counts(meta, pair, f"meta_infos[{i}]") if seen else None)
-    return records
+    return [_of_meta(meta or {}, f"meta_infos[{i}]") for i, meta in enumerate(meta_infos)]
 
 
-def _sglang_counts(meta, pair, where):
-    drafted, accepted, steps = meta[pair[0]], meta[pair[1]], meta["spec_verify_ct"]
-    positions = None
-    histogram = next((meta[key] for key in SGLANG_HISTOGRAMS if key in meta), None)
-    if histogram is not None:
-        histogram_steps, positions = _from_histogram(histogram)
-        if histogram_steps != steps:
-            came = f"{where}: got a histogram of {histogram_steps} steps"
-            raise ValueError(f"{came}, wanted spec_verify_ct = {steps}; pass both of one request")
-        # It ends at the most that a step accepted; in SGLang all steps draft as many.
-        positions += (0,) * (drafted // max(steps, 1) - len(positions))
-    num_tokens = meta.get("completion_tokens", 0)
-    return _finished(SpecCounts(drafted, accepted, steps, positions), where, num_tokens)
+def _of_meta(meta, where):
+    seen = sorted(meta.keys() & set(sum(SGLANG_NAMES, ())))
+    known = [names for names in SGLANG_NAMES if meta.keys() >= set(names)]
+    if not seen:
+        return None
+    if not known:
+        raise ValueError(f"{where}: got {seen} of {sorted(meta)}; add new names to SGLANG_NAMES")
+    drafted, accepted, steps = (meta[name] for name in known[0])
+    histogram = next((meta[name] for name in SGLANG_HISTOGRAMS if name in meta), None)
+    if histogram and sum(histogram) != steps:
+        raise ValueError(f"{where}: {steps} verify steps, but {sum(histogram)} in {histogram}")
+    # It ends at the most that a step accepted; in SGLang all steps draft as many.
+    depths = range(1, 1 + drafted // max(steps, 1))
+    positions = tuple(sum(histogram[j:]) for j in depths) if histogram else None
+    return add_counts([_checked(SpecCounts(drafted, accepted, steps, positions), where)])
 
 
 def add_counts(segments):
-    """The record of a conversation (or of a request aborted and resumed) from those of its segments.
+    """The record of a conversation, or of a request aborted and resumed, from its segments'.
 
-    None segments are left out: rate and length then describe the segments known. All None, or no
-    segment: None. Of a segment without drafts only the emitted tokens count.
+    Left out: None, and the steps of segments without drafts. None if every one is None.
     """
-    known = _known(segments, "segments")
+    known = [_checked(c, f"record [{i}]") for i, c in enumerate(segments) if c is not None]
     if not known:
         return None
     names = ("draft_tokens", "accepted_tokens", "verify_steps")
-    totals = [sum(getattr(counts, name) for counts in known) for name in names]
-    positions, emitted = [None] * 3, None
-    if all(c.accepted_per_position is not None or not c.draft_tokens for c in known):
-        rows = [_positions(c) for c in known if c.accepted_per_position is not None]
-        positions = [_add(column) for column in zip(*rows, strict=True)] or positions
-        if rows and sum(positions[1]) != totals[0]:  # some step drafted less: which, is not known
-            positions[1] = None
-    if all(c.emitted_tokens is not None for c in known):
-        emitted = sum(c.emitted_tokens for c in known)
-    return SpecCounts(*totals, *positions, emitted)
+    totals = [sum(getattr(c, name) for c in known) for name in names]
+    emitted = [c.emitted_tokens for c in known]
+    emitted = None if None in emitted else sum(emitted)
+    if any(c.draft_tokens and not c.accepted_per_position for c in known):
+        return SpecCounts(*totals, emitted_tokens=emitted)
+    accepted, drafted, reached = _positions(known)
+    drafted = drafted if sum(drafted) == totals[0] else None  # None: some step drafted less
+    return SpecCounts(*totals, accepted or None, drafted, reached, emitted)
+
+
+def _checked(c, where):
+    """The record, if it adds up; without drafts there is no verify step."""
+    c = c if c.draft_tokens else replace(c, verify_steps=0)
+    drafted, accepted, steps = c.draft_tokens, c.accepted_tokens, c.verify_steps
+    holds = 0 <= accepted <= drafted and min(drafted, 1) <= steps <= drafted
+    for total, row in ((accepted, c.accepted_per_position), (drafted, c.drafted_per_position)):
+        if row is not None:
+            falls = [steps, *row, 0] == sorted([steps, *row, 0], reverse=True)
+            holds &= falls and sum(row) == total and drafted <= steps * len(row)
+    if not holds or any(not a <= r <= d for a, d, r in zip(*_positions([c]), strict=True)):
+        raise ValueError(f"{where}: {c} does not add up; is a bonus token or a histogram in it?")
+    return c
 
 
 def _positions(counts):
-    """Accepted, drafted and reached; the last two as SpecCounts says where they are not known."""
-    accepted, drafted = counts.accepted_per_position, counts.drafted_per_position
-    drafted = drafted or (counts.verify_steps,) * len(accepted)
-    at_most = tuple(map(min, (counts.verify_steps, *accepted), drafted))
-    return accepted, drafted, counts.reached_per_position or at_most
+    """Steps that accepted, drafted and reached position j, over the records that have positions."""
+    triples = []
+    for c in counts:
+        accepted = c.accepted_per_position or ()
+        drafted = c.drafted_per_position or (c.verify_steps,) * len(accepted)
+        at_most = tuple(map(min, (c.verify_steps, *accepted), drafted))
+        triples.append((accepted, drafted, c.reached_per_position or at_most))
+    columns = zip(*triples, strict=True)
+    return [tuple(map(sum, zip_longest(*rows, fillvalue=0))) for rows in columns]
 
 
 def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None):
@@ -245,104 +210,77 @@ def compute_spec_decode_metrics(drafts, accepts, verifies, non_padding_mask=None
     mean of 1 + accepted / verify steps. A denominator of 0 makes its term 0.0, as upstream.
     non_padding_mask: False for the placeholders of a padded batch. Three Nones or no request: {}.
     """
-    num_absent = sum(column is None for column in (drafts, accepts, verifies))
-    if num_absent == 3:
+    columns = [column for column in (drafts, accepts, verifies) if column is not None]
+    if not columns:
         return {}
-    if num_absent:
-        raise ValueError(f"got {num_absent} of three lists as None, wanted none of them or all")
-    columns = [_list(column) for column in (drafts, accepts, verifies)]
-    mask = [True] * len(columns[0]) if non_padding_mask is None else _list(non_padding_mask)
+    if len(columns) < 3:
+        raise ValueError(f"got {len(columns)} of three lists and None, wanted all or none of them")
+    mask = [True] * len(drafts) if non_padding_mask is None else non_padding_mask
     requests = [row for *row, keep in zip(*columns, mask, strict=True) if keep]
-    if any(not 0 <= accepted <= drafted or steps < 0 for drafted, accepted, steps in requests):
+    if any(not 0 <= accepted <= drafted for drafted, accepted, _ in requests):
         raise ValueError("wanted 0 <= accepted <= drafted; count drafts only, no bonus tokens")
     if not requests:
         return {}
-    rates = [accepted / drafted if drafted else 0.0 for drafted, accepted, _ in requests]
-    lengths = [1.0 + accepted / steps if steps else 0.0 for _, accepted, steps in requests]
-    names = ("rollout/spec_accept_rate", "rollout/spec_accept_length")
-    return dict(zip(names, (fmean(rates), fmean(lengths)), strict=True))
+    rate = fmean(accepted / drafted if drafted else 0.0 for drafted, accepted, _ in requests)
+    length = fmean(1.0 + accepted / steps if steps else 0.0 for _, accepted, steps in requests)
+    return {"rollout/spec_accept_rate": rate, "rollout/spec_accept_length": length}
 
 
 def summarize(counts):
     """Floats to log, from one record (or None) a request. Without drafts, rates are absent, not 0.
 
     spec/requests: all; _missing of them gave no record, _without_drafts drafted nothing.
-    spec/accept_rate_micro: all accepted / all drafted (0.0: a whole rollout drafted in vain, warn);
-        _macro: mean of accepted / drafted over the requests that drafted.
-    spec/accept_length_micro: 1 + all accepted / all verify steps; _macro: mean of the requests'.
-    spec/accept_rate_pos_j: steps that accepted j or more / steps that drafted j or more, over the
-        requests that have positions. If every step drafted k, their sum is accept_length_micro - 1.
-    spec/emitted_length: tokens emitted / verify steps, where known: below accept_length_micro if a
-        stop cut accepted tokens off, above it if some steps had no draft.
+    spec/accept_rate, _length: _micro over all steps, _macro a mean over the requests that drafted.
+    spec/accept_rate_pos_j: over the steps that drafted j, of the requests that have positions.
+    spec/accept_rate_cond_pos_j: over those of them that accepted the j-1 before.
+    spec/emitted_length: tokens a verify step, less what a stop cut off.
     """
     counts = list(counts)
-    known = _known(counts, "counts")
+    total = add_counts(counts)
+    known = [c for c in counts if c is not None]
     drafting = [c for c in known if c.draft_tokens]
-    summary = {
-        "spec/requests": float(len(counts)),
-        "spec/requests_without_drafts": float(len(known) - len(drafting)),
-        "spec/requests_missing": float(len(counts) - len(known)),
-    }
+    summary = {"spec/requests": float(len(counts))}
+    summary["spec/requests_without_drafts"] = float(len(known) - len(drafting))
+    summary["spec/requests_missing"] = float(len(counts) - len(known))
     if not drafting:
         return summary
-    total = add_counts(drafting)
-    rates = [c.accepted_tokens / c.draft_tokens for c in drafting]
-    lengths = [1 + c.accepted_tokens / c.verify_steps for c in drafting]
-    summary["spec/accept_rate_micro"] = total.accepted_tokens / total.draft_tokens
-    summary["spec/accept_rate_macro"] = fmean(rates)
-    summary["spec/accept_length_micro"] = 1 + total.accepted_tokens / total.verify_steps
-    summary["spec/accept_length_macro"] = fmean(lengths)
-    summary |= _position_rates("spec/accept_rate_pos", drafting, 1)
-    emitted = add_counts(c for c in drafting if c.emitted_tokens is not None)
-    if emitted:
-        summary["spec/emitted_length"] = emitted.emitted_tokens / emitted.verify_steps
+    for name, records in ("micro", [total]), ("macro", drafting):
+        rows = [(c.draft_tokens, c.accepted_tokens, c.verify_steps) for c in records]
+        rate, length = compute_spec_decode_metrics(*zip(*rows, strict=True)).values()
+        summary |= {f"spec/accept_rate_{name}": rate, f"spec/accept_length_{name}": length}
+    for j, (accepted, drafted, reached) in enumerate(zip(*_positions(drafting), strict=True), 1):
+        if drafted:
+            summary[f"spec/accept_rate_pos_{j}"] = accepted / drafted
+        if reached:
+            summary[f"spec/accept_rate_cond_pos_{j}"] = accepted / reached
+    if emitting := add_counts(c for c in drafting if c.emitted_tokens is not None):
+        summary["spec/emitted_length"] = emitting.emitted_tokens / emitting.verify_steps
     return summary
-
-
-def conditional_rates(counts):
-    """spec/accept_rate_cond_pos_j: steps that accepted j drafts or more / those that could have.
-
-    Those drafted j or more and accepted the j-1 before: how good draft j is once those before it
-    were right. If every step drafted k, the running product is `summarize`'s accept_rate_pos_j.
-    """
-    return _position_rates("spec/accept_rate_cond_pos", _known(counts, "counts"), 2)
-
-
-def _position_rates(name, counts, denominator):
-    rows = [_positions(c) for c in counts if c.accepted_per_position is not None]
-    pairs = zip_longest(_add(r[0] for r in rows), _add(r[denominator] for r in rows), fillvalue=0)
-    return {f"{name}_{j}": n / steps for j, (n, steps) in enumerate(pairs, 1) if steps}
 
 
 def decisions_from_gains(gains, num_drafts=1):
     """The drafts accepted a step, from the tokens that a request gained a step (vLLM 0.25.1).
 
-    gains: ints from the request's first step to its last; 0 where it got none. The first token is
-    prefill's. A last gain below num_drafts + 1 gives None: the stop may have cut tokens off.
+    gains: ints from the request's first step on, prefill's 1 included; 0 where it got none. A last
+    gain below num_drafts + 1 gives None: the stop may have cut tokens off.
     """
     first, *gains = [gain for gain in gains if gain] or [1]
     if first != 1 or any(not 0 < gain <= num_drafts + 1 for gain in gains):
-        wanted = f"prefill's 1, then 1 to {num_drafts + 1} a step; count from the first step on"
-        raise ValueError(f"gains: got {[first, *gains]!r:.80}, wanted {wanted}")
+        raise ValueError(f"got {[first, *gains]}, wanted prefill's 1, then 1 to {num_drafts + 1}")
     decisions = [gain - 1 for gain in gains]
     return [*decisions[:-1], *(d if d == num_drafts else None for d in decisions[-1:])]
 
 
 def replay_acceptance(token_ids, prompt_length, draft_token_ids):
-    """The number of drafts that each verify step accepts, in order, from the trainer's drafts alone.
+    """The number of drafts that each verify step accepts, in order, by the trainer's drafts alone.
 
-    token_ids [T]: the whole sequence. prompt_length: its prompt's tokens. draft_token_ids [T], or
-    [k, T]: entry [j-1][t] is the trainer's draft j for token t+1+j, as from `draft_tokens`; slots
-    before prompt_length-1 and drafts beyond the last token are not read. Lists, arrays or tensors.
-    Equal to vLLM's `per_step_accepted` iff the engine drafts with the trainer's weights and
-    conventions. A request aborted and resumed: a call a segment, all before it being its prompt.
-
-    vLLM counts before a stop cuts tokens off: eos and the last token of max_tokens are drafted like
-    any other, and for k > 1 its last number may count tokens that are not there, the replay's can't
-    (`replay_agreement` allows for it). Not covered: tokens near max_model_len (leave some room),
-    the first token after a preemption, steps scheduled without drafts.
+    token_ids [T]: prompt and response. draft_token_ids [T], or [k, T]: entry [j-1][t] is the
+    trainer's draft j for token t+1+j, as from `draft_tokens`; slots before prompt_length-1 are not
+    read. Lists, arrays or tensors. A request aborted and resumed: a call a segment, all before it
+    being its prompt. Not covered: the end at max_model_len, the first token after a preemption,
+    steps without drafts; and for k > 1 the engine's last number may count what a stop cut off.
     """
-    return [ours for _, ours, _ in _walk(token_ids, prompt_length, draft_token_ids, ())]
+    return [ours for _, ours, _ in _walk(token_ids, prompt_length, draft_token_ids)]
 
 
 def replay_agreement(token_ids, prompt_length, draft_token_ids, accepted, drafted=None):
@@ -357,33 +295,27 @@ def replay_agreement(token_ids, prompt_length, draft_token_ids, accepted, drafte
     return sum(ours == engine for _, ours, engine in steps), len(steps)
 
 
-def _walk(token_ids, prompt_length, draft_token_ids, accepted, drafted=None):
+def _walk(token_ids, prompt_length, draft_token_ids, accepted=(), drafted=None):
     """(index of the first draft's token, accepted by the replay, by the engine) a verify step.
 
     None: a step not taken. What the engine did not reveal, or a stop cut off, is as in the replay.
     """
-    tokens, drafts = _list(token_ids), _rows(draft_token_ids)
+    (tokens,), rows = _rows(token_ids), _rows(draft_token_ids)
     if not 1 <= prompt_length <= len(tokens):
-        wanted = f"1 to {len(tokens)}, the length of token_ids; pass the prompt's tokens too"
-        raise ValueError(f"prompt_length: got {prompt_length}, wanted {wanted}")
-    if any(len(row) < len(tokens) - 1 - j for j, row in enumerate(drafts, 1)):
-        came = f"draft_token_ids: got {[len(row) for row in drafts]} for {len(tokens)} tokens"
-        raise ValueError(f"{came}, wanted one a token; pass the prompt's slots too")
-    index, step = int(prompt_length) + 1, 0
-    while step < len(accepted) or index < len(tokens):
-        taken = step < len(accepted)
-        num_drafts = drafted[step] if taken and drafted is not None else len(drafts)
-        pairs = zip(drafts[:num_drafts], tokens[index : index + num_drafts], strict=False)
+        raise ValueError(f"got prompt_length {prompt_length} of {len(tokens)}; pass all tokens")
+    steps = zip(accepted, drafted or [len(rows)] * len(accepted), strict=True)
+    index = prompt_length + 1
+    while (step := next(steps, None)) or index < len(tokens):
+        engine, num_drafts = step or (None, len(rows))
+        pairs = zip(rows[:num_drafts], tokens[index : index + num_drafts], strict=False)
         ours = [*(row[index - 2] == token for row, token in pairs), False].index(False)
-        engine = accepted[step] if taken and accepted[step] is not None else ours
-        if not 0 <= engine <= num_drafts <= len(drafts):
-            came = f"step {step}: got {engine} accepted of {num_drafts} drafted"
-            raise ValueError(f"{came}, wanted at most the {len(drafts)} of draft_token_ids")
-        cut = engine > ours and index + ours == len(tokens)
+        if engine is None or (engine > ours and index + ours == len(tokens)):
+            engine = ours
+        if not 0 <= engine <= num_drafts <= len(rows):
+            raise ValueError(f"index {index}: {engine} of {num_drafts} drafts, got {len(rows)}")
         if num_drafts:
-            revealed = ours if cut else engine
-            yield index, ours if index < len(tokens) else None, revealed if taken else None
-        index, step = index + 1 + engine, step + 1
+            yield index, ours if index < len(tokens) else None, engine if step else None
+        index += 1 + engine
 
 
 def explain_disagreement(
@@ -391,63 +323,42 @@ def explain_disagreement(
 ):
     """Where the engine's decisions part from the replay, and which fault explains all of them.
 
-    First three and drafted as in `replay_agreement`; decisions: its `accepted`.
-    drafts_by_cause: {fault: the trainer's drafts with that fault planted, like draft_token_ids}.
-    Returns a dict json can dump: agrees; first_step (from 0) that differs; token_index and token of
-    the first draft decided otherwise; trainer_draft; engine_draft, "== 7" if the engine accepted,
-    "!= 7" if it rejected (all that a decision tells); None each where no step differs; causes, the
-    faults whose drafts replay to exactly the engine's decisions or, if none do, such VLLM_HABITS;
-    and message, all of it in one line.
+    Arguments as in `replay_agreement`; drafts_by_cause: {fault: the trainer's drafts with that
+    fault planted}. Returns a dict json can dump: agrees; first_step that differs and token_index of
+    its first draft, or None; causes, the faults whose drafts replay to exactly the engine's
+    decisions or, if none do, habits of vLLM 0.32 that would; message, all of it in one line.
     """
+    rows = _rows(draft_token_ids)
 
-    tokens, drafts = _list(token_ids), _rows(draft_token_ids)
-    steps = list(_walk(tokens, prompt_length, drafts, decisions, drafted))
-    report = dict.fromkeys(("first_step", "token_index", "token", "trainer_draft", "engine_draft"))
-    if _agree(steps):
-        message = f"the replay takes all {len(steps)} decisions"
-        return {"agrees": True, **report, "causes": [], "message": message}
-    first = next(n for n, step in enumerate(steps) if not _agree([step]))
-    index, ours, engine = steps[first]
-    if ours is None or engine is None:
-        num_steps = len(replay_acceptance(tokens, prompt_length, drafts))
-        message = f"the engine took {len(decisions)} decisions, the replay {num_steps}"
-    else:
-        j = min(ours, engine)
-        token, draft = tokens[index + j], drafts[j][index - 2]
-        implied = f"{'==' if engine > ours else '!='} {token}"
-        report = dict(zip(report, (first, index + j, token, draft, implied), strict=True))
-        where = f"step {first}, index {index + j}"
-        message = f"{where}: the engine's draft was {implied}, the trainer's is {draft}"
-    causes = [
-        str(cause)
-        for cause, ids in (drafts_by_cause or {}).items()
-        if _agree(_walk(tokens, prompt_length, ids, decisions, drafted))
-    ]
-    if not causes:
-        zeros = [row[: index - 2] + [0] * (len(row) - index + 2) for row in drafts]
-        zeroed = _walk(tokens, prompt_length, zeros, decisions, drafted)
-        later = _walk(tokens, prompt_length, drafts, decisions[1:], drafted and drafted[1:])
-        explains = (
-            decisions[:1] == [0] and _agree(later),
-            engine is not None and _agree(step for step in zeroed if step[2] is not None),
-            engine is None and _agree(steps[:-1]),
-        )
-        causes = [habit for habit, found in zip(VLLM_HABITS, explains, strict=True) if found]
-    message += f"; explained by {causes or f'none of {list(drafts_by_cause or {})}'}"
-    return {"agrees": False, **report, "causes": causes, "message": message}
+    def differing(drafts, start=0):
+        engine = decisions[start:], drafted and drafted[start:]
+        steps = enumerate(_walk(token_ids, prompt_length, drafts, *engine))
+        return [(n, *step) for n, step in steps if step[1] != step[2]]
 
-
-def _agree(steps):
-    return all(ours == engine for _, ours, engine in steps)
+    wrong = differing(rows)
+    first, index, ours, engine = wrong[0] if wrong else (None,) * 4
+    report = {"agrees": not wrong, "first_step": first, "token_index": index, "causes": []}
+    if not wrong:
+        return report | {"message": f"the replay takes all {len(decisions)} decisions"}
+    explains = {cause: not differing(ids) for cause, ids in (drafts_by_cause or {}).items()}
+    if not any(explains.values()):
+        zeros = [row[: index - 2] + [0] * len(row) for row in rows]
+        zeroed = all(step[3] is None for step in differing(zeros))
+        explains["vLLM: padded prefill step"] = decisions[:1] == [0] and not differing(rows, 1)
+        explains["vLLM: token 0 drafted near max_model_len"] = engine is not None and zeroed
+        explains["vLLM: no last draft at max_model_len"] = engine is None and len(wrong) == 1
+    causes = [cause for cause, explained in explains.items() if explained]
+    took = f"the engine accepted {engine} drafts, the replay {ours} (None: took no step)"
+    message = f"step {first}, index {index}: {took}; explained by {causes or 'none of the causes'}"
+    return report | {"causes": causes, "message": message}
 
 
 def expected_acceptance(p, q):
     """The chance that a draft sampled from q is accepted by a verifier with p: sum_v min(p_v, q_v).
 
-    p, q [..., V]: probabilities, numpy arrays or torch tensors, float32 or better; returns [...] of
-    the same kind, with gradient where they have it. p: the policy's for the token that is drafted,
-    q: the MTP layer's, both at the request's temperature. For vLLM's
-    `draft_sample_method="probabilistic"`; `compare_acceptance` sets it beside what was measured.
+    p, q [..., V]: probabilities of policy and MTP layer for the token that is drafted, at the
+    request's temperature; arrays or tensors, float32 or better. Returns [...] of the same kind,
+    with gradient where they have it. For vLLM's `draft_sample_method="probabilistic"`.
     """
     return (p - (p - q).clip(0)).sum(-1)
 
@@ -456,75 +367,33 @@ def compare_acceptance(requests):
     """What the engine accepted of probabilistic drafts beside what the trainer expects; floats.
 
     requests: (prompt_length, acceptance, accepted, drafted) each. acceptance [T] or [k, T]: entry
-    [j-1][t] is `expected_acceptance` of draft j for token t+1+j; accepted, drafted as in
+    [j-1][t] is `expected_acceptance` of draft j for token t+1+j; the last two as in
     `replay_agreement`. Over the steps that drafted j and accepted the j-1 before:
     spec/expected_cond_pos_j and spec/measured_cond_pos_j, rates, and spec/z_cond_pos_j, their
-    difference in standard errors. A draft expected at rate r has variance r(1-r); given what came
-    before, drafts are independent. With equal weights |z| is below 4, else far above: warn.
+    difference in standard errors. With equal weights |z| is below 4, else far above: warn.
     """
-    sums = {}
+    outcomes = {}  # of draft j: (expected rate, whether accepted) in each step that came to it
     for prompt_length, acceptance, accepted, drafted in requests:
-        rows, index = _rows(acceptance), int(prompt_length) + 1
-        for step, number in enumerate(accepted):
+        rows, index = _rows(acceptance), prompt_length + 1
+        drafted = drafted or [len(rows)] * len(accepted)
+        for number, num_drafts in zip(accepted, drafted, strict=True):
             if number is None:  # not revealed
                 break
-            num_drafts = len(rows) if drafted is None else drafted[step]
             for j, row in enumerate(rows[: min(num_drafts, number + 1)], 1):
                 if index + j <= len(row) + 1:  # else a stop cut off what it was drafted from
-                    rate = row[index - 2]
-                    variance = max(rate * (1 - rate), 1e-6)  # float32 knows no rate better
-                    sums[j] = _add([sums.get(j, ()), (1, rate, number >= j, variance)])
+                    outcomes.setdefault(j, []).append((row[index - 2], number >= j))
             index += 1 + number
     summary = {}
-    for j, (reached, expected, measured, variance) in sorted(sums.items()):
-        summary[f"spec/expected_cond_pos_{j}"] = expected / reached
-        summary[f"spec/measured_cond_pos_{j}"] = measured / reached
-        summary[f"spec/z_cond_pos_{j}"] = (measured - expected) / variance**0.5
+    for j, pairs in sorted(outcomes.items()):
+        rates, hits = zip(*pairs, strict=True)
+        variance = sum(max(rate * (1 - rate), 1e-6) for rate in rates)  # float32: no rate is 0 or 1
+        summary[f"spec/expected_cond_pos_{j}"] = fmean(rates)
+        summary[f"spec/measured_cond_pos_{j}"] = fmean(hits)
+        summary[f"spec/z_cond_pos_{j}"] = (sum(hits) - sum(rates)) / variance**0.5
     return summary
-
-
-def _list(values):
-    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _rows(values):
     """[k, T] as k lists; [T] is one."""
-    rows = [_list(row) if hasattr(row, "__len__") else row for row in _list(values)]
-    return rows if rows and isinstance(rows[0], list) else [rows]
-
-
-def _add(rows):
-    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
-
-
-def _known(counts, what):
-    return [_checked(c, f"{what}[{i}]") for i, c in enumerate(counts) if c is not None]
-
-
-def _checked(counts, where):
-    """The record, if the identities hold; without drafts there is no verify step."""
-    c = counts if counts.draft_tokens else replace(counts, verify_steps=0)
-    totals = (c.accepted_tokens, c.draft_tokens)
-    rows = (c.accepted_per_position, c.drafted_per_position)
-    pairs = [(n, list(row)) for n, row in zip(totals, rows, strict=True) if row is not None]
-    if not 0 <= c.accepted_tokens <= c.draft_tokens:
-        wanted = "accepted <= drafted; count drafts only, no bonus tokens"
-    elif not min(c.draft_tokens, 1) <= c.verify_steps <= c.draft_tokens:
-        wanted = "the steps that had a draft"
-    elif any(c.draft_tokens > c.verify_steps * len(row) for _, row in pairs):
-        wanted = "a position for each draft of a step"
-    elif any(sum(row) != n or row != sorted(row, reverse=True) for n, row in pairs):
-        wanted = "positions that do not rise and sum up to the total; no histogram"
-    elif any(not 0 <= n <= c.verify_steps for _, row in pairs for n in row):
-        wanted = "positions of at most all steps"
-    else:
-        return c
-    raise ValueError(f"{where}: got {c}, wanted {wanted}")
-
-
-def _finished(counts, where, num_tokens=0):
-    """A source's record, checked, with what follows from the rest. num_tokens: prefill's too."""
-    steps = min(counts.verify_steps, counts.draft_tokens)  # in the others no draft was left
-    emitted = num_tokens - 1 if num_tokens >= max(steps, 1) else None  # fewer: a DELTA output
-    counts = replace(counts, verify_steps=steps, emitted_tokens=emitted)
-    return add_counts([_checked(counts, where)])
+    rows = values.tolist() if hasattr(values, "tolist") else list(values)
+    return list(map(list, rows)) if rows and hasattr(rows[0], "__len__") else [rows]
