@@ -2,8 +2,6 @@
 
 Bug     An MTP layer borrows the policy's trunk, embedding and head. In Megatron its loss flows back
         into all three, so the policy is pulled towards being easy to draft, whatever reward says.
-        Patches that detached the head stopped doing so without a word when megatron-core 0.17
-        moved the call that they had replaced.
 Rule    Depth k's loss at slot t is that of token t+1+k, over the slots whose rolled mask counts. It
         reaches mtp.* only (detach_trunk=True), or trunk and embedding look-up too; never the head.
 
@@ -12,7 +10,7 @@ Rule    Depth k's loss at slot t is that of token t+1+k, over the slots whose ro
             detach_trunk=False          #        #     #     .     #     loss on; GPTModel and
             detach_trunk=True           .        .     .     .     #     HybridModel, tied or not
 
-        Both classes call model.mtp(...) and hand to the head what it returns. The call is replaced:
+        Both classes call model.mtp(...) and hand to the head what it returns. That is replaced:
 
             embedding -> decoder -> trunk -+-------------- the loss rides on it -> head -> logits
                                            +-| cut |-> model.mtp -> depths -> loss
@@ -24,9 +22,9 @@ Rule    Depth k's loss at slot t is that of token t+1+k, over the slots whose ro
                       grad rows [n, h] <--head, transposed----------------------------+
                       kept for backward            (then the chunk's logits are freed)
 Source  slime#709, verl#6432, miles#3211 (the head moves); slime#746, xtuner#2048 (detached and
-        recomputed, nothing trains); Megatron-LM#3396 (a rank without tokens), #7452 (micro-batches
-        of unequal count). Stands in for process_mtp_loss of megatron-core 0.17.1, 0.18.2, 0.19.2
-        (core/transformer/multi_token_prediction.py), and GPTModel._postprocess of 0.16.1.
+        recomputed, nothing trains); Megatron-LM#3396 (a rank without tokens), #7452 (unequal
+        micro-batches). For process_mtp_loss (core/transformer/multi_token_prediction.py) of
+        megatron-core 0.17.1, 0.18.2, 0.19.2, and GPTModel._postprocess of 0.16.1.
 Shapes  s slots of this rank, b rows, h hidden size (D in names), n or N masked-in slots, T all
         s x b slots, V this rank's share of the vocabulary. Label-aligned: slot t speaks of t+1.
 Use     with patch_mtp_loss(model) as mtp:
@@ -52,18 +50,16 @@ def mtp_cross_entropy(
     """Cross entropy and top-1 of the masked-in slots, through a head that gets no gradient.
 
     hidden         [s, b, h] floats; of a sequence-parallel model [s / tp, b, h], gathered in here.
-    output_layer   called as output_layer([n, 1, h], weight=...) -> (logits [n, 1, V], bias or None,
-                   which is added): Megatron's ColumnParallelLinear, or alike. Where several ranks
-                   of its tp_group share the vocabulary, all must call with the same slots.
+    output_layer   Megatron's ColumnParallelLinear, or alike: output_layer([n, 1, h], weight=...) ->
+                   (logits [n, 1, V], bias or None). Ranks of its tp_group pass the same slots.
     targets        [b, s] int64, the token that each slot predicts; any number where masked out.
     mask           [b, s] of 0 and 1, any dtype: which slots count.
     output_weight  the head's weight, for a head that holds none (tied embeddings).
     chunk_tokens   how many slots are projected at a time: it bounds memory, changes nothing else.
 
-    Returns loss [b, s] in nats, float32 (float64 from float64), 0 where masked out; and correct
-    [b, s], bool: whether the arg-max token (the lowest on a tie) is the target, False where masked
-    out. Gradient reaches `hidden` only. A GPU is waited for, since the number of slots must be
-    known. ValueError: other shapes, another mask, a target outside the vocabulary, no chunk_tokens.
+    Returns loss [b, s] in nats, float32 (float64 from float64), and correct [b, s], bool: is the
+    arg-max token (the lowest on a tie) the target? 0 and False where masked out. Gradient reaches
+    hidden only. ValueError: other shapes or mask, a target outside the vocabulary, no chunk_tokens.
     """
     loss, token = _score(hidden, output_layer, output_weight, targets, mask, chunk_tokens)
     return loss, (token == targets) & mask.bool()
@@ -88,18 +84,18 @@ def patch_mtp_loss(
     come back, bitwise those without MTP. With labels=None, with grad off or inside skip_mtp, the
     MTP block does not run.
 
-    model         GPTModel or HybridModel, or a pipeline's list of chunks, in any number of .module
-                  and .language_model. Chunks without a head are left alone.
+    model         GPTModel, HybridModel or a list of chunks (those without a head stay as they are),
+                  in any number of .module and .language_model.
     detach_trunk  True: the loss reaches mtp.* only. False: trunk and embedding look-up too.
     rule          "target": depth k counts at slot t iff token t+1+k is masked in; "drafted": iff
                   all of t+1 to t+1+k.
     scale         lambda, by default config.mtp_loss_scaling_factor, shared equally by the depths.
-    denominator   divides a depth's summed loss: one number, or one a depth. By default as in
-                  Megatron: the depth's count on this rank, at least 1; with
+    denominator   divides a depth's summed loss: one number, or one a depth. By default, as in
+                  Megatron, the depth's count on this rank, at least 1; with
                   calculate_per_token_loss that count / the sum of loss_mask (1 on 0.16). With the
-                  global batch's count, gradients summed over micro-batches and ranks are those of
-                  the undivided batch, if the autoscaler's scale is 1: where a schedule or DDP
-                  averages, divide the count by num_microbatches x dp (x cp).
+                  global batch's count, summed gradients do not depend on the split, if the
+                  autoscaler's scale is 1: where a schedule or DDP averages, divide the count by
+                  num_microbatches x dp (x cp).
     chunk_tokens  as in mtp_cross_entropy.
     num_drafts    None: a depth a layer. k: depths 1 to k, of k layers, or of the one layer as an
                   engine drafts with it (mtp_recursion.py).
@@ -107,13 +103,12 @@ def patch_mtp_loss(
                   the acceptance of a probabilistic draft: 1 - sum_v min(p_v, q_v), q the draft's
                   distribution and p the main head's for that token (temperature 1, no gradient).
 
-    Yields an object with scale and denominator, read at each forward: set them for each batch; and
-    depths: a dict a depth of loss_sum, tokens and correct, 0-dim tensors of this rank, added up
-    over forwards until the caller clears the list. Megatron's MTPLossLoggingHelper is filled as
-    Megatron fills it. An all-zero mask gives zero gradients, not None. On exit, also after an
-    error, the model is as it was. RuntimeError or ValueError: patched twice, no MTP layers here,
-    unknown internals, labels without loss_mask, unpadded cu_seqlens_q, num_drafts that the layers
-    do not give, settings that contradict each other.
+    Yields an object with scale and denominator, read at each forward; and depths: a dict a depth of
+    loss_sum, tokens and correct, 0-dim tensors of this rank, added up until the caller clears the
+    list. Megatron's MTPLossLoggingHelper is filled too. An all-zero mask gives zero gradients, not
+    None. On exit, also after an error, the model is as it was. RuntimeError or ValueError: patched
+    twice, no MTP layers, unknown internals, labels without loss_mask, unpadded cu_seqlens_q,
+    num_drafts that the layers do not give, settings that contradict each other.
     """
     record = types.SimpleNamespace(scale=scale, denominator=denominator, depths=[])
     model = _chunk_with_head(model)
@@ -129,8 +124,7 @@ def patch_mtp_loss(
         labels, loss_mask = (given.arguments.get(name) for name in ("labels", "loss_mask"))
         given.arguments |= {"labels": None, "loss_mask": None}  # or a loss would come back
         if labels is not None and loss_mask is None:
-            came = "labels came without loss_mask: all slots would count, prompts too"
-            raise ValueError(f"{came}; wanted both, [b, s]: pass the label-aligned response mask")
+            raise ValueError("labels came without loss_mask; wanted both: prompts would train too")
         add_losses = None
         if labels is not None and model.config.mtp_num_layers and torch.is_grad_enabled():
             batch = labels, loss_mask, model.mtp.cp_group
@@ -149,11 +143,10 @@ def draft_tokens(
 ):
     """The token that each depth drafts at each slot: slot t of depth j holds the draft for t+1+j.
 
-    Arguments as for the model's own forward; model and num_drafts as in patch_mtp_loss, the tokens
-    between taken from input_ids. num_drafts None gives depth 1 alone, [b, s] int64; a number k
-    gives [k, b, s]. Runs without grad and in evaluation mode, inside patch_mtp_loss too, and leaves
-    all as it was. Tensor-parallel ranks get the same tokens. RuntimeError or ValueError as in
-    patch_mtp_loss, and inside skip_mtp.
+    Arguments as for the model's own forward; model and num_drafts as in patch_mtp_loss, except that
+    None gives depth 1 alone, [b, s] int64; a number k gives [k, b, s]. Tokens between are those of
+    input_ids. No grad, evaluation mode, inside patch_mtp_loss too; all is left as it was. Every
+    tensor-parallel rank gets the tokens. Errors as in patch_mtp_loss; RuntimeError inside skip_mtp.
     """
     model = _chunk_with_head(model)
     _check_model(model)
@@ -184,41 +177,39 @@ def draft_tokens(
 def _mtp_replaced(model, use, num_drafts, detach_trunk=True):
     """Inside, Megatron's forward calls run_mtp instead of model.mtp, and takes no MTP loss itself.
 
-    use(trunk, the depths' states, packed_seq_params) gives the state [s, b, h] for the head. With
-    use None the MTP block does not run, and the trunk's goes on.
+    use(trunk, the depths' states, packed_seq_params) gives the state [s, b, h] for the head. None:
+    the MTP block does not run, the trunk's state goes on.
     """
     block, num_layers, was_called = model.mtp, model.config.mtp_num_layers, []
     num_depths = num_layers if num_drafts is None else num_drafts
 
     def run_mtp(*, hidden_states, embedding, packed_seq_params, **rest):
-        was_called.append(True)
-        trunk = hidden_states
         if use is None:
-            return trunk
+            return hidden_states
+        was_called.append(True)
         _check_packed(packed_seq_params)
-        embed = embedding
+        rest |= dict(hidden_states=hidden_states, embedding=embedding)
         if detach_trunk:
             # A leaf that wants gradient: full recompute trains nothing if none of its inputs does
             # (slime#746, xtuner#2048).
-            hidden_states = trunk.detach().requires_grad_()
-            embed = lambda *args, **kwargs: embedding(*args, **kwargs).detach()  # noqa: E731
-        rest |= dict(embedding=embed, packed_seq_params=packed_seq_params)
-        states = block(hidden_states=hidden_states, **rest).chunk(1 + num_depths)[1:]
-        return use(trunk, states, packed_seq_params)
+            rest["hidden_states"] = hidden_states.detach().requires_grad_()
+            rest["embedding"] = lambda *args, **kwargs: embedding(*args, **kwargs).detach()
+        states = block(packed_seq_params=packed_seq_params, **rest).chunk(1 + num_depths)[1:]
+        return use(hidden_states, states, packed_seq_params)
 
     recursion = nullcontext()
     if use and num_depths != num_layers:
-        from mtp_recursion import draft_recursion
+        import mtp_recursion
 
-        recursion = draft_recursion(model, num_depths)
+        recursion = mtp_recursion.draft_recursion(model, num_depths)
     # The model alone gets this copy: the block and MoE routers go on reading the one they share.
     config = copy.copy(model.config)
     config.mtp_num_layers = None
     with recursion, _replaced(model, "mtp", run_mtp), _replaced(model, "config", config):
         yield
     if use and not was_called:
-        came = f"{type(model).__name__}.forward did not call model.mtp: no MTP loss, no draft"
-        raise RuntimeError(f"{came}; wanted mtp_process on and no inference mode: leave that mode")
+        came = f"{type(model).__name__}.forward did not call model.mtp"
+        raise RuntimeError(f"{came}; wanted mtp_process on: leave inference mode")
 
 
 def _add_losses(model, record, batch, options, trunk, states, packed):
@@ -284,7 +275,7 @@ def _ride(hidden, loss):
     try:
         return MTPLossAutoScaler.apply(hidden, loss)
     except Exception as error:
-        came = f"MTPLossAutoScaler.apply failed ({vars(MTPLossAutoScaler).get('apply', 'own')})"
+        came = f"MTPLossAutoScaler.apply, here {MTPLossAutoScaler.apply}, failed"
         wanted = "wanted Megatron's: leave out what replaces it (SkyRL: disable_native_mtp_loss)"
         raise RuntimeError(f"{came}; {wanted}") from error
 
@@ -300,18 +291,17 @@ def _log(depth, num_depths, loss_sum, tokens, correct):
     mean = loss_sum / tokens.clamp(min=1)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if hasattr(helper, "save_metrics_to_tracker"):  # from 0.19 on
-        counts = correct.float(), tokens.float()
-        helper.save_metrics_to_tracker(mean, *counts, depth, num_depths, avg_group=group)
+        save, numbers = helper.save_metrics_to_tracker, (mean, correct.float(), tokens.float())
     else:
-        helper.save_loss_to_tracker(mean, depth, num_depths, avg_group=group)
+        save, numbers = helper.save_loss_to_tracker, (mean,)
+    save(*numbers, depth, num_depths, avg_group=group)
 
 
 # What follows knows no model: the head, a chunk of slots at a time.
 
 
 def _score(hidden, output_layer, weight, targets, mask, chunk_tokens, policy=None):
-    """loss and arg-max token [b, s] (0 and -1 where masked out): cross entropy, or total variation
-    from the logits of policy [s, b, h]."""
+    """loss and arg-max token [b, s], 0 and -1 where masked out; policy: states for its logits."""
     hidden = _whole_sequence(hidden, output_layer)
     _check_slots(hidden, targets, mask, chunk_tokens)
     # Inside a Function this can't be told any more.
@@ -326,7 +316,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, policy, output_layer, weight, targets, mask, chunk_tokens, wants_grad):
-        group = _vocabulary_group(output_layer)
+        group = getattr(output_layer, "tp_group", None)
+        if getattr(output_layer, "gather_output", False) or (group and group.size() == 1):
+            group = None  # the logits are whole
         hidden_TD = hidden.reshape(-1, hidden.shape[2])
         slots_N = mask.bool().t().reshape(-1).nonzero()[:, 0]  # in [s, b] order, as hidden lies
         targets_N = targets.t().reshape(-1)[slots_N]
@@ -346,10 +338,12 @@ class _ChunkedLoss(torch.autograd.Function):
             if policy is None:
                 scored = _cross_entropy(draft_NV, targets_N[chunk], group, wants_grad)
             else:
-                policy_ND = policy.reshape(hidden_TD.shape)[here]
-                policy_NV = _project(policy_ND, output_layer, weight)
-                scored = _total_variation(policy_NV, draft_NV, group, wants_grad)
-                del policy_NV
+                from mtp_recursion import total_variation
+
+                policy_NV = _project(policy.reshape(hidden_TD.shape)[here], output_layer, weight)
+                both = [(x_NV, *_statistics(x_NV, group)) for x_NV in (policy_NV, draft_NV)]
+                scored = total_variation(*both, group, wants_grad)
+                del policy_NV, both
             loss_T[here], token_T[here], dlogits_NV = scored
             if wants_grad:  # by the head's own backward, which also sums over its ranks
                 grad_ND[chunk] = torch.autograd.grad(logits, rows, dlogits_NV)[0]
@@ -397,14 +391,6 @@ def _cross_entropy(logits_NV, targets_N, group, wants_grad):
     minus_one_N1 = torch.expm1(-loss_N)[:, None].to(dlogits_NV.dtype)
     at_target_N1 = minus_one_N1.where(is_here_N1, dlogits_NV.gather(1, place_N1))
     return loss_N, token_N, dlogits_NV.scatter_(1, place_N1, at_target_N1)
-
-
-def _total_variation(policy_NV, draft_NV, group, wants_grad):
-    """The same, from the policy's logits."""
-    from mtp_recursion import total_variation
-
-    rows = [(logits_NV, *_statistics(logits_NV, group)) for logits_NV in (policy_NV, draft_NV)]
-    return total_variation(*rows, group, wants_grad)
 
 
 def _statistics(logits_NV, group, *summed):
@@ -470,38 +456,26 @@ def _tied_weight(model):
     return model.shared_embedding_or_output_weight() if is_tied else None
 
 
-def _vocabulary_group(output_layer):
-    """The ranks that each hold a share of the logits; None where they are whole."""
-    group = getattr(output_layer, "tp_group", None)
-    is_whole = group is None or group.size() == 1 or getattr(output_layer, "gather_output", False)
-    return None if is_whole else group
-
-
 # The same lines as in ref_disable.py and drafter_sync.py.
 def _chunk_with_head(model):
-    """The one chunk that makes the logits, unwrapped; None where this pipeline stage has no head.
+    """The chunk that makes the logits, out of its wrappers; None where this stage has no head.
 
-    model is a chunk, or an iterable of chunks as a pipeline holds them, each inside any number of
-    .module (DDP, Float16Module) and .language_model (a vision-language model). A stage without a
-    head is normal; a whole model without one, or with two, is not: nothing would be patched then,
-    or the wrong chunk, without a word.
+    A whole model without a head, or with two, is refused: none or the wrong one would be patched.
     """
-    is_list = hasattr(model, "__iter__")
-    chunks, heads = [], []
+    is_list, is_stage, chunks, heads = hasattr(model, "__iter__"), False, [], []
     for chunk in model if is_list else [model]:
         # A vision-language model whose stage holds the encoder alone has language_model None.
         while hasattr(chunk, "module") or getattr(chunk, "language_model", None) is not None:
             chunk = chunk.module if hasattr(chunk, "module") else chunk.language_model
+        chunks.append(type(chunk).__name__)
         if not hasattr(chunk, "config") or not hasattr(chunk, "post_process"):
-            came = f"{type(chunk).__name__} has no config and post_process"
-            raise TypeError(f"{came}; wanted a Megatron GPTModel or HybridModel: pass that")
-        chunks.append(chunk)
+            raise TypeError(f"{chunks[-1]} came; wanted a Megatron GPTModel or HybridModel")
+        is_stage |= chunk.config.pipeline_model_parallel_size > 1
         if chunk.post_process and not hasattr(chunk, "language_model"):
             heads.append(chunk)
-    is_stage = any(chunk.config.pipeline_model_parallel_size > 1 for chunk in chunks)
     if len(heads) > 1 or (is_list and not heads and not is_stage):
-        names = ", ".join(type(chunk).__name__ for chunk in heads or chunks) or "no chunk"
-        came = f"the {type(model).__name__} holds {len(heads)} chunks with a head ({names})"
+        names = ", ".join(chunks)
+        came = f"the {type(model).__name__} holds {len(heads)} chunks with a head, of ({names})"
         raise ValueError(f"{came}; wanted 1: pass all chunks of one model, and of no other")
     return heads[0] if heads else None
 
@@ -514,13 +488,12 @@ def _check_model(model):
     name = type(model).__name__
     if not hasattr(model, "mtp"):
         raise RuntimeError(f"{name} has no MTP layers here; wanted them beside the head")
-    there = {*inspect.signature(type(model).forward).parameters, *dir(multi_token_prediction)}
-    there |= {*inspect.signature(type(model.mtp).forward).parameters}
-    wanted = {"labels", "loss_mask", "hidden_states", "embedding", "packed_seq_params"}
+    there = {*inspect.signature(type(model.mtp).forward).parameters, *dir(multi_token_prediction)}
+    wanted = {"hidden_states", "embedding", "packed_seq_params"}
     wanted |= {"roll_tensor", "MTPLossAutoScaler", "MTPLossLoggingHelper"}
     if missing := ", ".join(sorted(wanted - there)):
         came = f"megatron-core {megatron.core.__version__} has no {missing} for {name}"
-        raise RuntimeError(f"{came}; wanted what 0.16 to 0.19 have: install one of these")
+        raise RuntimeError(f"{came}; wanted 0.16 to 0.19")
     for name in ("use_mup", "defer_embedding_wgrad_compute"):  # scaled logits; inputs kept
         if getattr(model.config, name, False):
             raise ValueError(f"config.{name} is on; wanted it off: the chunked head ignores it")
@@ -531,8 +504,7 @@ def _check_settings(model, detach_trunk, rule, objective):
         own = vars(model).get(name)
         # The class's own function bound on the instance, which verl leaves there, is stock.
         if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
-            came = f"this model has a {name} of its own: it is patched already"
-            raise RuntimeError(f"{came}; wanted Megatron's: leave the other context first")
+            raise RuntimeError(f"{name} is patched already: leave the other context first")
     if rule not in ("target", "drafted"):
         raise ValueError(f"rule is {rule!r}; wanted 'target' or 'drafted'")
     if objective not in ("cross_entropy", "total_variation"):
@@ -544,7 +516,7 @@ def _check_settings(model, detach_trunk, rule, objective):
 def _check_packed(packed):
     padded = None if packed is None else packed.cu_seqlens_q_padded
     if padded is not None and not torch.equal(padded, packed.cu_seqlens_q):  # roll_tensor's
-        came = "cu_seqlens_q differs from cu_seqlens_q_padded, and Megatron rolls tokens by it"
+        came = "cu_seqlens_q differs from cu_seqlens_q_padded"
         raise ValueError(f"{came}; put the padded offsets into both and mask the padding out")
 
 
