@@ -1261,13 +1261,14 @@ def test_one_mtp_layer_is_trained_and_drafts_k_deep(any_tiny, tied, objective):
     assert torch.equal(drafts[:1], draft_tokens(model, **batch.inputs, num_drafts=1))
 
 
-def test_a_model_with_k_layers_drafts_by_its_layers(any_tiny):
+def test_a_model_with_k_layers_trains_and_drafts_by_its_layers(any_tiny):
     model, batch = any_tiny(mtp_layers=2), two_documents()
     drafts = []
     call = lambda: drafts.append(draft_tokens(model, **batch.inputs, num_drafts=2))  # noqa: E731
     states = hidden_states_of(model, call)
     wanted = [(state @ head_weight(model).t()).argmax(-1).t() for state in states]
     assert torch.equal(drafts[0], torch.stack(wanted))
+    assert gradients(model, batch, num_drafts=2)[1] == gradients(model, batch)[1]
 
 
 # --------------------------------------------------------------------------------------------------
