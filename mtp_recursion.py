@@ -1,12 +1,12 @@
 """Fix 7 of 7: several drafts from one MTP layer, trained as the engine drafts them.
 
-Bug     To draft k tokens with one MTP layer, an engine feeds the layer its own output k-1 times. Depth 1
-        training never shows it that output. Megatron's mtp_use_repeated_layer does, but runs all of
-        depth j anew on keys of depth j alone, which no engine has.
-Rule    Depth j at slot t takes the embedding of token t+j, the layer's own output of depth j-1 at slot
-        t, and position t+j-1. It attends to depth 1's keys of slots 0 to t, the verified tokens, and
-        to its own chain: one key of each depth 2 to j. The tokens are those that came, since an
-        engine's later draft counts only if all drafts before it came.
+Bug     To draft k tokens with one MTP layer, an engine feeds the layer its own output k-1 times.
+        Depth 1 training never shows it that output. Megatron's mtp_use_repeated_layer does, but
+        runs all of depth j anew on keys of depth j alone, which no engine has.
+Rule    Depth j at slot t takes the embedding of token t+j, the layer's own output of depth j-1 at
+        slot t, and position t+j-1. It attends to depth 1's keys of slots 0 to t, the verified
+        tokens, and to its own chain: one key of each depth 2 to j. The tokens are those that came,
+        since an engine's later draft counts only if all drafts before it came.
 
             k = 3, four slots; rows are queries, columns are keys
 
@@ -25,18 +25,25 @@ Rule    Depth j at slot t takes the embedding of token t+j, the layer's own outp
                       2  # # # .    . . # .    . . # .
                       3  # # # #    . . . #    . . . #
 
-        So all slots run at once, and a depth costs one causal matrix and j-1 columns, in one softmax.
-Source  vllm@0.32.0 v1/spec_decode/llm_base_proposer.py, propose (what the engine does); stands around
-        megatron/core/transformer/multi_token_prediction.py, _proj_and_transformer_layer, in
-        megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2. FastMTP (arXiv 2509.18362), SkyRL (k = 3).
-Shapes  s slots, b rows, h hidden size (packed input: T slots, one row); N heads of D numbers; Q rows of
-        queries, S keys of one document.
-Limits  Run on CPU alone. Not run: a GPU, Transformer Engine's attention (its inputs are the same), FP8.
+        So all slots run at once, and a depth costs one causal matrix and j-1 columns, in one
+        softmax.
+
+        Acceptance as the objective: an engine that draws its drafts from q accepts one with
+        probability sum_v min(p_v, q_v), p the policy's distribution for that token. One minus this
+        is their total variation, which patch_mtp_loss(objective="total_variation") lowers.
+Source  vllm@0.32.0 v1/spec_decode/llm_base_proposer.py, propose (what the engine does); stands
+        around megatron/core/transformer/multi_token_prediction.py, _proj_and_transformer_layer, in
+        megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2. FastMTP (arXiv 2509.18362), SkyRL (k = 3);
+        total variation as a loss: Bebop (arXiv 2606.12370).
+Shapes  s slots, b rows, h hidden size (packed input: T slots, one row); N heads of D numbers; Q
+        rows of queries, S keys of one document. In total_variation N rows of V tokens.
+Limits  Run on CPU alone. Not run: a GPU, Transformer Engine's attention (its inputs are the same),
+        FP8.
 Use     with draft_recursion(model, num_drafts=3):
             states = model.mtp(...)  # [(1 + 3) s, b, h]: trunk, depth 1, depth 2, depth 3
         patch_mtp_loss(model, num_drafts=3) and draft_tokens(..., num_drafts=3) do that for you.
-Run     tests/test_mtp_recursion.py is the specification: it steps an engine's way through a key cache,
-        takes the picture from gradients, and predicts every drafted token of vLLM.
+Run     tests/test_mtp_recursion.py is the specification: it steps an engine's way through a key
+        cache, takes the picture from gradients, and predicts every drafted token of vLLM.
 """
 
 import contextlib
@@ -61,11 +68,11 @@ def draft_recursion(model, num_drafts):
                 packed; a HybridModel's MTP layer of attention, MLP and MoE layers.
     num_drafts  k, 1 or more. 1 is Megatron's own forward, bit for bit.
 
-    model.mtp(...) gives [(1 + k) s, b, h]; depth j at slot t predicts token t+1+j. A slot whose token
-    t+j is not in its document holds numbers without meaning, which reach no other slot. Gradient
-    flows through the chain and into depth 1's keys and values; beyond the layer, to hidden_states and
-    the embedding, as far as the caller did not detach them. With full recompute the whole chain is
-    one of Megatron's checkpoints, good for a backward pass after this context has ended.
+    model.mtp(...) gives [(1 + k) s, b, h]; depth j at slot t predicts token t+1+j. A slot whose
+    token t+j is not in its document holds numbers without meaning, which reach no other slot.
+    Gradient flows through the chain and into depth 1's keys and values; beyond the layer, to
+    hidden_states and the embedding, as far as the caller did not detach them. With full recompute
+    the whole chain is one of Megatron's checkpoints, good for a backward pass after this context.
 
     In any order with match_vllm_mimo: its zero embedding at position 0 acts at depth 1 alone, as in
     vLLM, whose later depths stand at later positions. ValueError for several MTP layers and for the
@@ -85,8 +92,8 @@ def draft_recursion(model, num_drafts):
             states = [layer._proj_and_transformer_layer(**given)]
             while len(states) < num_drafts:
                 given["hidden_states"] = states[-1]
-                # Depth j at slot t takes what depth 1 takes at slot t+j-1. The roll brings in another
-                # document's only where token t+j is not in this one.
+                # Depth j at slot t takes what depth 1 takes at slot t+j-1. The roll brings in
+                # another document's only where token t+j is not in this one.
                 for name in ("decoder_input", "rotary_pos_emb"):
                     if given.get(name) is not None:
                         given[name] = given[name].roll(-1, 0)
@@ -106,7 +113,7 @@ def draft_recursion(model, num_drafts):
 
 @contextlib.contextmanager
 def _attend_along_chain(attention, num_drafts):
-    """Inside, the first call of the attention's core is its own, each later one is a later depth."""
+    """Inside, the attention's core runs its own first call; each later one is a later depth."""
     core, keys, values = attention.core_attention, [], []
     stock = core.forward
 
@@ -131,9 +138,9 @@ def _attend_along_chain(attention, num_drafts):
 
 
 def _attend(query, keys, values, attention_mask, packed):
-    """Attention of depth len(keys): causal over keys[0] in each document, its own slot in the others.
+    """Depth len(keys): causal over keys[0] in each document, its own slot in the others.
 
-    query, keys, values  [s, b, N, D], or packed [T, N, D]; keys and values may have fewer heads (GQA).
+    query, keys, values  [s, b, N, D], or packed [T, N, D]; keys, values perhaps of fewer heads.
     attention_mask       None, or bool [b or 1, 1, s, s]: what a dense slot may not see.
     Returns [s, b, N * D], or packed [T, N * D].
     """
@@ -179,6 +186,49 @@ def _documents(packed):
     padded = packed.cu_seqlens_q_padded
     offsets = (packed.cu_seqlens_q if padded is None else padded).tolist()
     return [(first, end) for first, end in itertools.pairwise(offsets) if first < end]
+
+
+def total_variation(policy, draft, group, wants_grad):
+    """One minus the acceptance of a probabilistic draft, 1 - sum_v min(p_v, q_v), of N rows.
+
+    policy, draft  (logits_NV, top_N, token_N, total_N): logits (of one rank's share of the
+                   vocabulary V), and over the whole of it each row's largest logit, that logit's
+                   token, and the sum of exp(logit - largest). p and q are their softmaxes.
+    group          the ranks that each hold a share; None where the logits are whole.
+
+    Returns loss_N (no unit), the draft's arg-max token_N, and, if wants_grad, d loss / d draft
+    logits [N, V]: q_i (sum of q where q < p, less 1 where q_i < p_i); arXiv 2606.12370.
+    """
+    overlap, overlap_gradient = _steps(draft[0].is_cuda)
+    token_N = draft[2]
+    rows = [(logits_NV, top_N, total_N) for logits_NV, top_N, _, total_N in (policy, draft)]
+    sums_2N = torch.stack(overlap(*rows))
+    if group:
+        torch.distributed.all_reduce(sums_2N, group=group)
+    loss_N, low_N = sums_2N
+    return loss_N, token_N, overlap_gradient(*rows, low_N) if wants_grad else None
+
+
+# Each reads the logits once when compiled, and makes no float32 copy of them.
+def _overlap(policy, draft):
+    """Each row's sum of max(p - q, 0), which is 1 - sum of min(p, q), and of q where q < p."""
+    p_NV, q_NV = _probabilities(*policy), _probabilities(*draft)
+    return (p_NV - q_NV).clamp(min=0).sum(dim=1), q_NV.where(q_NV < p_NV, 0).sum(dim=1)
+
+
+def _overlap_gradient(policy, draft, low_N):
+    p_NV, q_NV = _probabilities(*policy), _probabilities(*draft)
+    return (q_NV * (low_N[:, None] - (q_NV < p_NV).to(q_NV.dtype))).to(draft[0].dtype)
+
+
+def _probabilities(logits_NV, top_N, total_N):
+    return (logits_NV - top_N[:, None]).exp_().div_(total_N[:, None])
+
+
+@functools.cache  # torch.compile takes 30 ms even when all is compiled
+def _steps(is_cuda):
+    """The two above, compiled on CUDA; without dynamic=True, which is half as fast."""
+    return [torch.compile(f) if is_cuda else f for f in (_overlap, _overlap_gradient)]
 
 
 @contextlib.contextmanager
