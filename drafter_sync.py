@@ -328,29 +328,24 @@ def match_vllm_mimo(model, *, pre_norm=True, zero_position0=True):
 
 
 def _chunk_with_head(model):
-    """The one chunk that makes the logits, unwrapped; None where this pipeline stage has no head.
+    """The chunk that makes the logits, out of its wrappers; None where this stage has no head.
 
-    model is a chunk, or an iterable of chunks as a pipeline holds them, each inside any number of
-    .module (DDP, Float16Module) and .language_model (a vision-language model). A stage without a
-    head is normal; a whole model without one, or with two, is not: nothing would be patched then,
-    or the wrong chunk, without a word.
+    A whole model without a head, or with two, is refused: none or the wrong one would be patched.
     """
-    is_list = hasattr(model, "__iter__")
-    chunks, heads = [], []
+    is_list, is_stage, chunks, heads = hasattr(model, "__iter__"), False, [], []
     for chunk in model if is_list else [model]:
         # A vision-language model whose stage holds the encoder alone has language_model None.
         while hasattr(chunk, "module") or getattr(chunk, "language_model", None) is not None:
             chunk = chunk.module if hasattr(chunk, "module") else chunk.language_model
+        chunks.append(type(chunk).__name__)
         if not hasattr(chunk, "config") or not hasattr(chunk, "post_process"):
-            came = f"{type(chunk).__name__} has no config and post_process"
-            raise TypeError(f"{came}; wanted a Megatron GPTModel or HybridModel: pass that")
-        chunks.append(chunk)
+            raise TypeError(f"{chunks[-1]} came; wanted a Megatron GPTModel or HybridModel")
+        is_stage |= chunk.config.pipeline_model_parallel_size > 1
         if chunk.post_process and not hasattr(chunk, "language_model"):
             heads.append(chunk)
-    is_stage = any(chunk.config.pipeline_model_parallel_size > 1 for chunk in chunks)
     if len(heads) > 1 or (is_list and not heads and not is_stage):
-        names = ", ".join(type(chunk).__name__ for chunk in heads or chunks) or "no chunk"
-        came = f"the {type(model).__name__} holds {len(heads)} chunks with a head ({names})"
+        names = ", ".join(chunks)
+        came = f"the {type(model).__name__} holds {len(heads)} chunks with a head, of ({names})"
         raise ValueError(f"{came}; wanted 1: pass all chunks of one model, and of no other")
     return heads[0] if heads else None
 
