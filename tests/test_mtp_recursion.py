@@ -436,6 +436,9 @@ def counting(num, length, seed):
 SCHEDULE = {2: (1, 16), 3: (17, 40), 5: (41, 64)}
 
 
+KEPT_ALIVE = []  # engines: one in this process takes all process groups down with it
+
+
 @pytest.fixture(scope="module")
 def drafting_engine(trained, tmp_path_factory):
     """(llm, proposals): the engine with the trained weights, and what its drafter proposes, as it comes."""
@@ -461,7 +464,7 @@ def drafting_engine(trained, tmp_path_factory):
 
     llm.collective_rpc(record)
     yield llm, proposals
-    llm.llm_engine.model_executor.shutdown()  # not engine_core's: it ends all process groups
+    KEPT_ALIVE.append(llm)
 
 
 @torch.no_grad()
