@@ -578,6 +578,9 @@ class DrafterSyncExtension:
     a string. vLLM's parts are imported before anything changes: one that is missing is named.
     """
 
+    _drafter_sync = None  # the push, from begin on
+    _drafter_sync_known = None  # the drafter's fingerprint after the last one
+
     def drafter_sync_models(self):
         runner = self.model_runner  # its V1 has a drafter, its V2 a speculator; n-grams no model
         drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
@@ -604,14 +607,16 @@ class DrafterSyncExtension:
         """Models into vLLM's reload state. columns, verify: what is digested; where: the bucket."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        if getattr(self, "_drafter_sync", None) is not None and self._drafter_sync.undo is not None:
+        if self._drafter_sync and self._drafter_sync.undo:
             self.drafter_sync_finish(0)  # the last push was dropped by its driver
         models = self.drafter_sync_models()[: 1 + drafter]
         push = SimpleNamespace(models=models, columns=columns, verify=verify, name="")
         push.num_layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
-        push.buffer, push.partial, push.shared = _open_buffer(where), {}, {}
-        push.digests, push.numel, push.taken = {}, {}, {}
-        push.twins, push.tied, push.unpacked = [], [], set()
+        push.buffer = _open_buffer(where)
+        push.partial, push.shared = {}, {}  # tensors still in pieces; those for both models
+        push.digests, push.numel, push.taken = {}, {}, {}  # of each tensor; taken: elements
+        push.twins, push.tied = [], []  # names with one place in the engine; layers with one weight
+        push.unpacked = set()  # expert layers that the CPU kernel could not read
         before = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
         with contextlib.ExitStack() as undo:
             if self.device.type == "cpu":
@@ -646,8 +651,7 @@ class DrafterSyncExtension:
         _refuse_non_finite({name: _largest(tensor) for name, tensor in pairs})
         for name, tensor in pairs:
             _note(push, name, tensor)
-        owners = {name: _owners(name, push.num_layers) for name, _ in pairs}
-        self._drafter_sync_feed(lambda i: [pair for pair in pairs if i in owners[pair[0]]])
+        self._drafter_sync_feed(lambda i: [p for p in pairs if i in _owners(p[0], push.num_layers)])
 
     def _drafter_sync_feed(self, pairs_of):
         push = self._drafter_sync
@@ -691,11 +695,11 @@ class DrafterSyncExtension:
     def drafter_sync_lost(self):
         """Names of drafter parameters that are not as the last push left them.
 
-        Sleep level 2 discards the drafter's weights with the target's: a push of the target alone
-        leaves it so. Before the first push: norms that no drafter can have.
+        Sleep level 2 discards them, and a push of the target alone leaves it so. Before the first
+        push: norms that no drafter can have.
         """
         now = self.drafter_sync_fingerprint()
-        if not hasattr(self, "_drafter_sync_known"):
+        if self._drafter_sync_known is None:
             norms = [(name, p) for name, p, _ in self._drafter_sync_own() if "norm" in name]
             if lost := [name for name, p in norms if not p.isfinite().all() or not p.any()]:
                 return lost
@@ -811,9 +815,8 @@ def _places(models, before):
                 if hasattr(layer, "shard_indices"):  # no checkpoint has the rows that pad it
                     numel = layer.shard_indices.num_org_elements * (numel // len(parameter))
                 place = SimpleNamespace(name=f"{path}.{leaf}", model=i, numel=numel, parts={})
-                place.parameter = parameter  # held, so that its id stays its own
+                place.layer, place.parameter = layer, parameter  # held: its id stays its own
                 place.kernel = before[i].get(place.name, place)  # what the engine computes with
-                place.layer = layer
                 places[id(parameter)] = place
     return places
 
@@ -855,8 +858,8 @@ def _count_copies(push, undo):
 def _prepack_experts(push, undo):
     """Until undone: a reload packs experts for vLLM's CPU kernel, as a start does.
 
-    0.32 packs them at start alone: a reload leaves the plain layout in the same shape, which the
-    kernel misreads without an error. A layer that was not packed counts as unwritten.
+    0.32's leaves the plain layout in the same shape, which the kernel misreads without an error. A
+    layer that was not packed counts as unwritten.
     """
     for path, layer in itertools.chain(*(model.named_modules() for model in push.models)):
         if getattr(layer, "is_amx_bmm_enabled", False):
@@ -922,10 +925,7 @@ def _sampled(tensor, columns):
 
 
 def _digest(tensor):
-    """A number (0-dim int64) that changes with any bit and any change of order.
-
-    Not cryptographic: it finds mistakes, not attacks. Integers modulo 2^64: summed in any order.
-    """
+    """A number (0-dim int64) that changes with any bit and any order: for mistakes, not attacks."""
     flat = tensor.detach().reshape(-1)
     # So many words at a time: few launches on a GPU, what fits the cache on a CPU.
     num_words = 1 << 22 if flat.is_cuda else 1 << 15
@@ -947,12 +947,12 @@ def _largest(tensor):
 
 
 def _hex(digests):
-    """{name: 16 hex digits}: one wait for the device, where one a tensor costs more."""
+    """{name: 16 hex digits}"""
     return {name: f"{number & (1 << 64) - 1:016x}" for name, number in _numbers(digests).items()}
 
 
 def _numbers(scalars):
-    """{name: number} of {name: 0-dim tensor}, on whichever devices these lie."""
+    """{name: number} of {name: 0-dim tensor}, with one wait for the device."""
     values = list(scalars.values())
     numbers = torch.stack([x.to(values[0].device) for x in values]).tolist() if values else []
     return dict(zip(scalars, numbers, strict=True))
@@ -968,7 +968,7 @@ def sync_weights(llm, named_tensors, **settings):
                    woken by wake_up(tags=["weights"]); no request in flight.
     named_tensors  and settings (drafter, verify, bucket_bytes) as sync_steps takes them.
 
-    Returns SyncReport. The prefix cache is reset. DrafterSyncError also where the engine dies.
+    Returns SyncReport. Resets the prefix cache. DrafterSyncError also where the engine dies.
     """
     if llm.llm_engine.has_unfinished_requests() or llm.reset_prefix_cache() is False:
         came = "requests are in flight: their tokens, or cached keys, would mix two policies"
@@ -1042,8 +1042,7 @@ def drafter_fingerprint(llm):
     prints = _rpc(llm, "drafter_sync_fingerprint")
     if len(prints) == 1:
         return prints[0]
-    ranks = enumerate(prints)
-    return {f"{name}@{rank}": digest for rank, of in ranks for name, digest in of.items()}
+    return {f"{name}@{i}": digest for i, of in enumerate(prints) for name, digest in of.items()}
 
 
 def _rpc(llm, method, args=()):
