@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What is measured on an H200, most valuable first. Each part has its own time limit, and fails alone.
+# What is measured on an H200, most valuable first; each part has a time limit and fails alone.
 #
 #   bash benchmarks/h200.sh [PART...]     all parts if none is named
 #
-#   KIT    folder with part* (an archive of site-packages in pieces) and wheels, unpacked to /tmp/site once
+#   KIT    folder with part* (an archive of site-packages in pieces) and wheels, for /tmp/site
 #   OUT    folder that gets every JSON so far and log.txt
 #   TINY   --tiny rehearses all on CPU
 set -u
@@ -35,11 +35,10 @@ bench() { # NAME LIMIT_S SCRIPT...
     part "$name" "$limit" "$script" $TINY --out "$results" --commit "$COMMIT" "$@"
 }
 
-parts=${*:-kernel loss cuda push rollout rollout7b push-ipc recompute}
+parts=${*:-loss cuda push rollout rollout7b push-ipc recompute}
 for name in $parts; do
     case $name in
-        kernel) part kernel 90 kernel_triton.py ;;
-        loss) bench loss 150 kernel_triton.py --compare --repeats 10 ;;
+        loss) bench loss 150 benchmarks/bench_mtp_loss.py --repeats 10 ;;
         cuda) part cuda 240 -m pytest -q -p no:cacheprovider -m cuda tests/test_cuda.py ;;
         push) bench push 130 benchmarks/bench_mimo7b.py push --limit-s 120 ;;
         push-ipc) bench push-ipc 130 benchmarks/bench_mimo7b.py push-ipc --limit-s 120 ;;
