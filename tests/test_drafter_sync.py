@@ -697,6 +697,7 @@ def on_async_engine(folder, use):
                 max_num_seqs=16,
                 block_size=32,
                 enable_chunked_prefill=False,
+                disable_log_stats=True,  # or it takes over this process's counters
                 speculative_config={"method": "mtp", "num_speculative_tokens": 1},
                 worker_extension_cls="drafter_sync.DrafterSyncExtension",
             )
