@@ -54,7 +54,7 @@ check: $(VENV_READY) ## ruff: lint and format
 
 figures: $(VENV_READY) ## draw the README's figures
 	$(PYTHON) figures/make_figures.py $(ARGS)
-	$(PYTHON) figures/compare_drafts.py
+	$(PYTHON) figures/compare_drafts.py --draw
 
 lock: $(UV_READY) ## recompile requirements.txt from its head (ARGS="--upgrade" takes newer releases)
 	@for key in in override exclude; do sed -n "s/^#$$key  *//p" requirements.txt | tr ' ' '\n' > .uv/$$key; done

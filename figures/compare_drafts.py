@@ -10,10 +10,12 @@
               that take turns, where the last token alone does not tell the next
     seeds     0, 1, 2; each arm gets the same number of updates
 
-Run     python figures/compare_drafts.py    draws from figures/data/drafts.jsonl, after measuring
-                                            what is missing there: about an hour on 2 cores
+Run     python figures/compare_drafts.py           measures what figures/data/drafts.jsonl lacks
+                                                   (all of it: about an hour on 2 cores), and draws
+        python figures/compare_drafts.py --draw    only draws, from seeds that are complete
 """
 
+import collections
 import concurrent.futures
 import itertools
 import json
@@ -89,6 +91,12 @@ def read():
     return [json.loads(line) for line in DATA.read_text().splitlines()]
 
 
+def complete(lines):
+    """Those of seeds for which every arm was measured, so that arms are compared on equal seeds."""
+    arms = collections.Counter((x["policy"], x["drafts"], x["seed"]) for x in lines)
+    return [x for x in lines if arms[x["policy"], x["drafts"], x["seed"]] == len(ARMS)]
+
+
 def run_of(line):
     return line["arm"], line["drafts"], line["policy"], line["seed"]
 
@@ -100,16 +108,13 @@ def mean_of(lines, key, steps):
 
 def table(lines):
     """Accepted length and the share of steps that accepted 1, 2, 3 drafts, over the last steps."""
-    print("| policy | drafts | training | length | pos 1 | pos 2 | pos 3 | entropy | ms a step |")
+    print("| task | drafts | training | seeds | length | pos 1 | pos 2 | pos 3 | entropy |")
     print("|---|---|---|---|---|---|---|---|---|")
     for policy, sampling, arm in itertools.product(POLICIES, SAMPLING, ARMS):
         of = [line for line in lines if run_of(line)[:3] == (arm, sampling, policy)]
-        cells = [f"{mean_of(of, key, slice(-LAST, None)):.3f}" for key in KEPT[:4]]
-        cells[0] = cells[0][:-1]
-        entropy = mean_of(of, "entropy", slice(-LAST, None))
-        train_ms = 1000 * statistics.median(x for line in of for x in line["train_s"])
-        cells += [f"{entropy:.2f}", f"{train_ms:.0f}"]
-        print("|", " | ".join([policy, sampling, arm, *cells]), "|")
+        cells = [f"{mean_of(of, key, slice(-LAST, None)):.2f}" for key in KEPT[:4]]
+        cells += [f"{mean_of(of, 'entropy', slice(-LAST, None)):.2f}"]
+        print("|", " | ".join([policy, sampling, arm, str(len(of)), *cells]), "|")
 
 
 def draw(lines):
@@ -139,11 +144,12 @@ def draw(lines):
     axes[0][0].set(ylim=(1, 4))
     axes[0][0].legend(fontsize=8)
     figure.supylabel("tokens a verify step (at most 4)")
-    figure.supxlabel("PPO step, mean of seeds 0, 1, 2")
+    figure.supxlabel("PPO step, mean of the seeds measured")
     figure.savefig(ROOT / "figures" / "fix7_drafts.png", dpi=100, metadata={"Software": None})
 
 
 if __name__ == "__main__":
-    measure_all()
-    table(read())
-    draw(read())
+    if "--draw" not in sys.argv:
+        measure_all()
+    table(complete(read()))
+    draw(complete(read()))

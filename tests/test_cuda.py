@@ -1,4 +1,4 @@
-"""On a GPU, in bf16: pushes over CUDA IPC to both of vLLM's runners with CUDA graphs, FP8, sleep. Run: pytest -m cuda.
+"""On a GPU, in bf16: pushes over CUDA IPC to both of vLLM's runners, FP8, sleep: pytest -m cuda.
 
 Every engine starts from the checkpoint of a trained policy, is pushed other weights, and then the
 trained ones again: what it holds, drafts and samples must be bit for bit what it held, drafted and
@@ -41,7 +41,7 @@ MOST_DRAFTS = 3
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """(model, folder): bf16, trained for a few seconds, so that few drafts are near-ties, and its checkpoint."""
+    """(model, folder): bf16, trained a little so that few drafts are near-ties; its checkpoint."""
     if torch.distributed.is_initialized():
         pytest.skip("Megatron runs on CPU in this process: run pytest -m cuda by itself")
     toy.model.init_megatron(DEVICE)
@@ -76,7 +76,7 @@ def train(model, num_steps=150):
 
 
 def start(folder, **settings):
-    """In a process of its own, so that tensors travel by IPC and its memory is free afterwards; with CUDA graphs."""
+    """In a process of its own, so that tensors travel by IPC; with CUDA graphs."""
     # Piecewise: vLLM 0.25.1's V2 runner died of an illegal memory access capturing its drafter's
     # prefill as one graph.
     sizes = dict(cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[4, 8, 16, 32, 64, 128, 256])
@@ -162,7 +162,7 @@ def test_fp8_weights_and_scales_after_a_push_are_those_of_an_engine_that_quantis
     llm.llm_engine.engine_core.shutdown()
 
 
-def test_after_sleep_1_and_2_a_whole_push_restores_all_and_one_of_the_target_alone_raises_where_weights_are_gone(
+def test_after_sleep_a_whole_push_restores_all_and_the_target_alone_raises_where_weights_are_gone(
     policy,
 ):
     model, folder = policy

@@ -44,7 +44,7 @@ TINY = dict(hidden_size=64, num_heads=2, num_groups=2, ffn_size=96)  # as build_
 DOCUMENTS = [[3, 9, 27, 18, 54], [5, 6], [60, 1, 2, 3, 4, 5, 6]]
 
 
-# ---- names -------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -149,11 +149,11 @@ def test_unknown_missing_and_left_over_names_are_errors_that_name_them(tiny):
         )
 
 
-# ---- conventions, without an engine: these run on every Megatron release ------------------------------------------
+# ---- conventions, without an engine: these run on every Megatron release -------------------------
 
 
 def mimo_drafter(model, input_ids, pre_norm=True, zero_position0=True):
-    """vLLM's MiMo drafter for one document, in plain torch: logits of slots 0 to n-2, each the draft for token t+2."""
+    """vLLM's MiMo drafter for one document, in plain torch: logits of slots 0 to n-2."""
     layer, states = model.mtp.layers[0], []
     pre_hook = model.decoder.final_layernorm.register_forward_pre_hook(
         lambda _, args: states.append(args[0])
@@ -289,7 +289,7 @@ def test_a_model_without_mtp_or_with_two_depths_is_refused(tiny):
             pass
 
 
-# ---- the running engine -------------------------------------------------------------------------------------------
+# ---- the running engine --------------------------------------------------------------------------
 
 
 def push(engine, seed, **settings):
@@ -502,7 +502,7 @@ def test_at_temperature_0_7_the_ratio_is_1(engine):
 
 
 def second_token_distance(engine, num=3000):
-    """Total variation between the second response token's frequencies and the policy's own probabilities."""
+    """Total variation between the second response token's frequencies and the policy."""
     from vllm import SamplingParams
 
     llm, model, _ = engine
@@ -591,7 +591,7 @@ def test_the_drafter_is_found_at_speculator_too_and_one_that_is_nowhere_is_an_er
 
 @pytest.fixture(scope="session")  # its end takes this process's groups down
 def two_workers(megatron, tmp_path_factory):
-    """(llm, model, hf_config, fresh): vLLM with two tensor-parallel workers; fresh: the drafter as it started."""
+    """(llm, model, hf_config, fresh): two tensor-parallel workers; the drafter as it started."""
     hf_config = toy.model.mimo_config()
     model = toy.model.build_model(hf_config)
     random_weights(model, 20)
@@ -652,7 +652,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_push_is_an_error_that_says_so(two
         sync_weights(llm, megatron_to_hf(model.named_parameters(), hf_config))
 
 
-# ---- under load: vLLM's asynchronous engine -------------------------------------------------------
+# ---- under load: vLLM's asynchronous engine ------------------------------------------------------
 
 # Longer than two blocks of the cache, so that a request that repeats one finds its keys there.
 PROMPTS = [[(7 * i + 11 * j) % 64 for j in range(72)] for i in range(4)]
@@ -802,7 +802,8 @@ def test_three_lines_drive_a_push_over_http(two_policies, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-    argv = f"""--model {folder} --port {port} --trust-remote-code --skip-tokenizer-init --dtype float32
+    argv = f"""--model {folder} --port {port} --trust-remote-code --skip-tokenizer-init
+        --dtype float32
         --enforce-eager --max-num-seqs 8 --no-enable-chunked-prefill --worker-extension-cls
         drafter_sync.DrafterSyncExtension --speculative-config {speculative.replace(" ", "")}"""
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.getcwd()}

@@ -57,13 +57,16 @@ EXAONE = dict(num_experts=4, first_k_dense_replace=1, layer_types=["full_attenti
 # layer is repeated; and those that join it to the trunk, norms and one matrix [D, 2D].
 JOINT = "enorm hnorm eh_proj shared_head.norm shared_head.head embed_tokens"
 FC = "mtp.pre_fc_norm_embedding mtp.pre_fc_norm_hidden mtp.fc mtp.norm"
+MIMO_JOINTS = "token_layernorm hidden_layernorm input_proj final_layernorm"
+ERNIE_JOINTS = "model.mtp_emb_norm.0 model.mtp_hidden_norm.0 model.mtp_linear_proj.0"
+NEXT = dict(head_dim=32, num_experts=4, shared_expert_intermediate_size=32)
 ARCHITECTURES = {
-    "mimo": ("Qwen2Config", {}, "model.mtp_layers.0.", "token_layernorm hidden_layernorm input_proj final_layernorm"),
+    "mimo": ("Qwen2Config", {}, "model.mtp_layers.0.", MIMO_JOINTS),
     "glm4_moe": ("Glm4MoeConfig", GLM | EXPERTS, "model.layers.2.", JOINT),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | EXPERTS, "model.layers.2.", JOINT),
-    "qwen3_next": ("Qwen3NextConfig", LINEAR | EXPERTS | dict(head_dim=32, num_experts=4, shared_expert_intermediate_size=32), "mtp.layers.0.", FC),
+    "qwen3_next": ("Qwen3NextConfig", LINEAR | EXPERTS | NEXT, "mtp.layers.0.", FC),
     "qwen3_5": ("Qwen3_5TextConfig", LINEAR | dict(head_dim=32), "mtp.layers.0.", FC),
-    "ernie": ("Ernie4_5_MoeConfig", ERNIE, "model.mtp_block.0.", "model.mtp_emb_norm.0 model.mtp_hidden_norm.0 model.mtp_linear_proj.0"),
+    "ernie": ("Ernie4_5_MoeConfig", ERNIE, "model.mtp_block.0.", ERNIE_JOINTS),
     "exaone_moe": ("ExaoneMoeConfig", EXPERTS | EXAONE, "mtp.layers.0.", FC),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What goes wrong ends a run with an error that says so, a whole last save, and nothing left behind."""
+"""What goes wrong ends a run with an error that says so, a whole save, and nothing left behind."""
 
 import contextlib
 import os
@@ -74,7 +74,7 @@ def check_ended(run, codes, error, saved_step):
     assert weights and all(t.isfinite().all() for t in weights)
 
 
-# ---- In the middle of a run ---------------------------------------------------------------------
+# ---- In the middle of a run ----------------------------------------------------------------------
 NAN_REWARD = """
 real, calls = train_mimo.token_rewards, []
 
@@ -166,7 +166,7 @@ def test_no_signal_leaves_a_process_or_shared_memory(tmp_path, which, moment):
     assert left_behind(run, before) == set()
 
 
-# ---- A save that is none ------------------------------------------------------------------------
+# ---- A save that is none -------------------------------------------------------------------------
 def cut(path, share):
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])

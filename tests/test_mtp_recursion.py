@@ -1,4 +1,4 @@
-"""Specification of mtp_recursion.py: k depths of one MTP layer are what an engine drafts, and every draft is predicted."""
+"""k depths of one MTP layer are what an engine drafts, and every draft is predicted."""
 
 import contextlib
 import inspect
@@ -33,7 +33,7 @@ def make_tokens(lengths, seed=0):
 
 
 def run_block(model, inputs, num_drafts, hidden=None, embedding=None):
-    """[trunk, depth 1, ..., depth k] of the MTP block, called as this release's own _postprocess calls it.
+    """[trunk, depth 1, ..., depth k] of the MTP block, called as this release calls it.
 
     num_drafts None: without the recursion.
     """
@@ -77,7 +77,7 @@ def packed(documents):
 
 
 def engine_step(model, embedding, hidden, position, cache):
-    """Runs the layer on one slot at the end of `cache`, a list of (key, value), which grows; its output state [h]."""
+    """The layer on one slot at the end of `cache`, a list of (key, value) that grows; [h]."""
     layer = model.mtp.layers[0]
     block = getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
     heads, groups = model.config.num_attention_heads, model.config.num_query_groups
@@ -105,7 +105,7 @@ def linear(module, x):
 
 
 def engine_depths(model, tokens, hidden, num_drafts, zero_position0=False):
-    """{(depth, slot): state [h]} of one document, for each depth and slot whose token t + depth exists."""
+    """{(depth, slot): state [h]} of one document, where token t + depth exists."""
     embedded = model.embedding.word_embeddings.weight[tokens]
     states, verified = {}, []
     for slot in range(len(tokens) - 1):
@@ -131,7 +131,7 @@ def lay_out(layout):
     starts = [0, *itertools.accumulate(DOCUMENTS)]
     if layout == "packed":
         return packed(documents), [(0, *of) for of in zip(starts[:-1], documents, strict=True)]
-    # Padded offsets stand in both fields, as Megatron's roll reads the first and its rotary embedding the second.
+    # Padded offsets in both fields: Megatron's roll reads the first, its rotary the second.
     wide = [torch.cat([document, torch.full((4,), 63)]) for document in documents]
     inputs = packed(wide)
     offsets = inputs["packed_seq_params"].cu_seqlens_q
@@ -290,7 +290,7 @@ def test_with_the_trunk_detached_every_mtp_parameter_moves_and_no_other(megatron
 
 
 def test_an_attention_mask_holds_at_every_depth(megatron):
-    """A row padded on the left, with Megatron's own dense core, whose rotary embedding is relative."""
+    """A row padded on the left, with Megatron's own dense core; rotary is relative."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -400,7 +400,7 @@ def test_tensor_parallel_ranks_get_the_same_states_and_gradients(megatron):
 
 @pytest.fixture(scope="module")
 def trained(megatron):
-    """(model, hf_config): a toy that counts by 1 or 2, trained at depths 1 to 5 until some drafts are accepted, not all."""
+    """(model, hf_config): a toy trained 1 to 5 deep until some drafts are accepted, not all."""
     torch.manual_seed(0)
     hf_config = mimo_config()
     model = build_model(hf_config)
@@ -417,7 +417,7 @@ def trained(megatron):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    # Counting needs no look back: with much noise in the attention, drafts come to depend on which keys are seen.
+    # Counting needs no look back: noise in the attention makes drafts depend on the keys seen.
     with torch.no_grad():
         for name, parameter in model.mtp.named_parameters():
             if "self_attention" in name:
@@ -441,7 +441,7 @@ KEPT_ALIVE = []  # engines: one in this process takes all process groups down wi
 
 @pytest.fixture(scope="module")
 def drafting_engine(trained, tmp_path_factory):
-    """(llm, proposals): the engine with the trained weights, and what its drafter proposes, as it comes."""
+    """(llm, proposals): the engine with the trained weights, and what its drafter proposes."""
     model, hf_config = trained
     folder = str(tmp_path_factory.mktemp("drafting"))
     named = megatron_to_hf(model.named_parameters(), hf_config)
@@ -485,7 +485,7 @@ def before(model, documents, num_drafts):
 
 
 def verify_steps(samples, proposals):
-    """(tokens, index of the last known one, drafts accepted, drafts proposed) of each of the engine's verify steps."""
+    """(tokens, index of the last known, drafts accepted, proposed) of each verify step."""
     for of in samples:
         metrics = of["output"].outputs[0].spec_decode_metrics
         tokens = torch.tensor(of["prompt"] + of["response"])
@@ -506,7 +506,7 @@ def verify_steps(samples, proposals):
 
 
 def replay(steps, slots, drafts_KT):
-    """(accepted by the replay, by the engine) of each step, whose drafts stand at its slot of drafts_KT."""
+    """(accepted by the replay, by the engine) of each step; its drafts stand at its slot."""
     for (tokens, newest, accepted, drafts), slot in zip(steps, slots, strict=True):
         came = tokens[newest + 1 :][: len(drafts)]
         replayed = (drafts_KT[: len(came), slot] == came).cumprod(0).sum().item()
@@ -541,7 +541,7 @@ def test_every_verify_step_and_every_drafted_token_of_vllm_is_predicted(
     assert agree["before"] < 0.95 * len(steps)
     assert {engine for _, engine in pairs} == set(range(num_drafts + 1))
 
-    # The engine's chain goes on with its own drafts, accepted or not: a document of them gives every drafted token.
+    # The chain goes on with its own drafts, accepted or not: a document of them gives them all.
     chains = [torch.cat([tokens[: n + 1], torch.tensor(drafts)]) for tokens, n, _, drafts in steps]
     drafts_KT, first = draft(model, chains, num_drafts), 0
     for (_, newest, _, drafts), chain in zip(steps, chains, strict=True):

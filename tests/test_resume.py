@@ -1,7 +1,7 @@
 """A run that is killed goes on from its last save and ends as if nothing had happened, bit for bit.
 
-`Run` is what the tests of the loop start runs with. A process that has imported everything forks for each
-of them, so that a run starts in 3 s instead of 15. `setup` is code for that run alone.
+`Run` is what the tests of the loop start runs with. A process that has imported everything forks
+for each of them, so that a run starts in 3 s instead of 15. `setup` is code for that run alone.
 """
 
 import atexit

@@ -218,7 +218,10 @@ def test_the_counters_difference_is_the_sum_of_the_per_request_records(vllm, mon
     prometheus = SpecDecodingProm(config, ["model_name", "engine"], engines)
 
     rng = random.Random(0)
-    draw = lambda: [(n, rng.randint(0, n)) for n in rng.choices((1, 2, 3), k=rng.randint(0, 6))]  # noqa: E731
+
+    def draw():
+        return [(n, rng.randint(0, n)) for n in rng.choices((1, 2, 3), k=rng.randint(0, 6))]
+
     before, requests = None, []
     for i in range(20):
         if i == 10:

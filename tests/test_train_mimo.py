@@ -1,4 +1,4 @@
-"""The smoke run: what it refuses, its files and numbers, its PPO step, the planted faults it names."""
+"""The smoke run: what it refuses, its files and numbers, its PPO step, planted faults named."""
 
 import contextlib
 import inspect
@@ -31,7 +31,7 @@ from toy.task import make_prompts, token_rewards
 from train_mimo import Args
 
 
-# ---- Arguments ----------------------------------------------------------------------------------
+# ---- Arguments -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "argv",
     [
@@ -78,7 +78,7 @@ def test_an_error_says_how_to_resume_if_there_is_a_save(monkeypatch, tmp_path, s
     assert (f"--resume {tmp_path}" in "".join(getattr(error.value, "__notes__", []))) == saved
 
 
-# ---- A short run --------------------------------------------------------------------------------
+# ---- A short run ---------------------------------------------------------------------------------
 KEYS = """
     step reward accept_rate accept_length replay_agreement logprob_gap mtp_loss mtp_top1 kl entropy
     clip_fraction policy_grad_norm mtp_grad_norm rollout_s train_s sync_s rollout_tokens_per_s
@@ -216,7 +216,7 @@ def test_with_the_defaults_the_reward_rises_and_only_a_synced_drafter_keeps_up(t
     assert frozen[-1]["replay_agreement"] < 0.95
 
 
-# ---- The PPO step, without an engine ------------------------------------------------------------
+# ---- The PPO step, without an engine -------------------------------------------------------------
 SMALL = dict(
     layers=1, hidden=64, heads=2, groups=1, ffn=64, prompts=6, minibatches=2, response_tokens=8
 )
@@ -437,7 +437,7 @@ def test_what_a_run_must_not_pass_over_in_silence(metrics, arguments, device, nu
     assert len(problems) == num_problems
 
 
-# ---- Faults planted in the running engine -------------------------------------------------------
+# ---- Faults planted in the running engine --------------------------------------------------------
 @pytest.fixture
 def trainer(engine):
     """train_mimo's trainer around the model of the shared engine."""
