@@ -70,10 +70,6 @@ def bench_push(options, hf_config, device, dtype, save, process=False):
     common.table(rows)
 
 
-def bench_push_ipc(options, hf_config, device, dtype, save):
-    bench_push(options, hf_config, device, dtype, save, process=True)
-
-
 # ---- One PPO step -------------------------------------------------------------------------------
 def bench_ppo(options, hf_config, device, dtype, save):
     """Warm-up of a few steps, so that drafts are accepted, then PPO steps, each part timed."""
@@ -120,7 +116,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
 # ---- The run ------------------------------------------------------------------------------------
 PARTS = {  # and the seconds after which a part is cut off
     "push": (bench_push, 300),
-    "push-ipc": (bench_push_ipc, 300),
+    "push-ipc": (functools.partial(bench_push, process=True), 300),
     "ppo": (bench_ppo, 450),
 }
 

@@ -10,7 +10,7 @@ Out   OUT/recompute_DEVICE.json
 
 import sys
 
-sys.path.insert(0, __file__.rpartition("/")[0])
+sys.path.insert(0, __file__.rpartition("/")[0])  # where a test loads this file by its path
 import common  # noqa: E402  isort: skip, before torch: it sets paths
 import torch  # noqa: E402
 

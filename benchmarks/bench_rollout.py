@@ -1,7 +1,7 @@
 """Does drafting pay: tokens a second with no drafter, a frozen one and a synced one.
 
     warm-up      policy and MTP layer learn to count, the layer at as many depths as it will draft
-    shift        PPO with train_mimo's functions, pushes to the target only: the drafter falls behind
+    shift        PPO with train_mimo's functions, pushed to the target only: the drafter is left
     frozen       the same prompts in batches of 8, 32 and 128, temperature 1, CUDA graphs
     synced       the same again in the same engine, after a push to target and drafter (fix 5)
     none         the same again in an engine without drafter, in a process of its own
@@ -10,7 +10,6 @@ If PPO is not done in its time, supervised steps towards "+2" finish the shift; 
 Measured is plain `llm.generate`; acceptance comes from the engine's own counters.
 
 Run   python benchmarks/bench_rollout.py --drafts 3     5 minutes on an H200, 0.53 B parameters
-      python benchmarks/bench_rollout.py --tiny         does the script run?
 Out   OUT/rollout_medium.json, or rollout_medium_k3.json for 3 drafts; rewritten after each arm
 """
 
@@ -73,7 +72,7 @@ def look(actor, args, device, num=4):
 
 
 def supervised(name, done, trainer, args, limit_s):
-    """Steps of train_mimo's warm-up until `done(look())`, or no time or args.warmup_steps are left."""
+    """Steps of train_mimo's warm-up until `done(look())`, args.warmup_steps or `limit_s`."""
     began, steps, seen = time.perf_counter(), 0, {}
     chunk = dataclasses.replace(args, warmup_steps=CHUNK, prompts=WARMUP_PROMPTS)
     while steps < args.warmup_steps and time.perf_counter() - began < limit_s:
@@ -91,7 +90,7 @@ def supervised(name, done, trainer, args, limit_s):
 
 
 def shift(trainer, reference, llm, args, options):
-    """PPO, pushed to the target alone, until most steps are "+2"; supervision if that is too slow."""
+    """PPO, pushed to the target, until most steps are "+2"; supervision if that is too slow."""
     lines, began = [], time.perf_counter()
     rate = args.lr / 4  # warm-up's would throw the policy far
     frozen = dataclasses.replace(args, drafter="frozen")
@@ -197,18 +196,16 @@ def none(options, args, dtype, save):
 def main():
     parser = common.parser(__doc__)
     parser.add_argument("--drafts", type=int, default=1, help="k")
-    parser.add_argument("--warmup-steps", type=int, default=600, help="at most")
     parser.add_argument("--warmup-limit-s", type=float, default=60)
-    parser.add_argument("--ppo-steps", type=int, default=24, help="at most")
     parser.add_argument("--ppo-limit-s", type=float, default=50)
     parser.add_argument("--shift-limit-s", type=float, default=20)
     options = parser.parse_args()
-    options.batches = [8, 32, 128]
+    options.batches, warmup_steps, options.ppo_steps = [8, 32, 128], 600, 24
     if options.tiny:
-        options.batches, options.repeats, options.warmup_steps, options.ppo_steps = [2, 4], 1, 50, 2
+        options.batches, warmup_steps, options.ppo_steps, options.repeats = [2, 4], 50, 2, 1
     size = "tiny" if options.tiny else "medium"
     args = train_mimo.Args(
-        device=options.device, drafts=options.drafts, warmup_steps=options.warmup_steps,
+        device=options.device, drafts=options.drafts, warmup_steps=warmup_steps,
         out=f"{options.work}/run", **SIZES[size],
     )  # fmt: skip
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -236,9 +233,8 @@ def main():
     common.with_speedups(rows, "batch")
     common.write_json(path, result)
     rates = [f"spec/accept_rate_pos_{j + 1}" for j in range(options.drafts)]
-    common.table(
-        rows, ["arm", "batch", "tokens_per_s", "spec/accept_length_micro", *rates, "speedup"]
-    )
+    columns = ["arm", "batch", "tokens_per_s", "spec/accept_length_micro"]
+    common.table(rows, [*columns, *rates, "speedup"])
     agreement = result.get("after_push", {}).get("replay_agreement")
     print(f"{result.get('shift')}; decisions predicted after the push: {agreement}")
     sys.exit("\n".join(f"{part}: {error}" for part, error in errors.items()) or 0)
