@@ -72,7 +72,7 @@ def look(actor, args, device, num=4):
 
 
 def supervised(name, done, trainer, args, limit_s):
-    """Steps of train_mimo's warm-up until `done(look())`, args.warmup_steps or `limit_s`."""
+    """train_mimo's warm-up until `done(look())`, args.warmup_steps or `limit_s` seconds."""
     began, steps, seen = time.perf_counter(), 0, {}
     chunk = dataclasses.replace(args, warmup_steps=CHUNK, prompts=WARMUP_PROMPTS)
     while steps < args.warmup_steps and time.perf_counter() - began < limit_s:
@@ -90,7 +90,7 @@ def supervised(name, done, trainer, args, limit_s):
 
 
 def shift(trainer, reference, llm, args, options):
-    """PPO, pushed to the target, until most steps are "+2"; supervision if that is too slow."""
+    """PPO, target pushed alone, until most steps are "+2"; supervision if that is too slow."""
     lines, began = [], time.perf_counter()
     rate = args.lr / 4  # warm-up's would throw the policy far
     frozen = dataclasses.replace(args, drafter="frozen")
