@@ -1,7 +1,7 @@
 """Does drafting pay: tokens a second with no drafter, a frozen one and a synced one.
 
     warm-up      policy and MTP layer learn to count, the layer at as many depths as it will draft
-    shift        PPO with train_mimo's functions, pushed to the target only: the drafter is left
+    shift        PPO with train_mimo's functions, only the target pushed: the drafter falls behind
     frozen       the same prompts in batches of 8, 32 and 128, temperature 1, CUDA graphs
     synced       the same again in the same engine, after a push to target and drafter (fix 5)
     none         the same again in an engine without drafter, in a process of its own
