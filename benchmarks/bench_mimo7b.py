@@ -1,11 +1,11 @@
-"""MiMo-7B's shape on one card: what a push and a PPO step cost where tensors are large. Random weights in bf16.
+"""MiMo-7B's shape on one card, random weights in bf16: what a push and a PPO step cost.
 
     push        all 7.8 B parameters to target and drafter, plain, sampled, verified (fix 5)
     push-ipc    the same with the engine in a process of its own, over CUDA IPC
     ppo         one PPO step of a model cut in depth: rollout, scores, update, push
 
-Each part runs in a process of its own. A push's rate is bytes of weights by seconds; a copy of the same bytes on the
-same card stands beside it.
+Each part runs in a process of its own. A push's rate is bytes of weights by seconds; a copy of the
+same bytes on the same card stands beside it.
 
 Run   python benchmarks/bench_mimo7b.py push     all parts if none is named; --tiny: does it run?
 Out   OUT/mimo7b_PART.json
@@ -23,6 +23,8 @@ from common import GB, copy_rate, random_tensors
 import toy.model
 import train_mimo
 from drafter_sync import sync_weights
+
+PPO_LAYERS = 20  # what 141 GB hold
 
 
 def build(device, hf_config, dtype, **overrides):
@@ -68,19 +70,16 @@ def bench_push(options, hf_config, device, dtype, save, process=False):
     common.table(rows)
 
 
-def bench_push_ipc(options, hf_config, device, dtype, save):
-    bench_push(options, hf_config, device, dtype, save, process=True)
-
-
 # ---- One PPO step -------------------------------------------------------------------------------
 def bench_ppo(options, hf_config, device, dtype, save):
-    """Warm-up of a few steps, so that drafts are accepted at all, then PPO steps, each part timed."""
+    """Warm-up of a few steps, so that drafts are accepted, then PPO steps, each part timed."""
     args = train_mimo.Args(
-        device=device, out=f"{options.work}/ppo", layers=options.layers, vocab=hf_config["vocab_size"],
-        hidden=hf_config["hidden_size"], heads=hf_config["num_attention_heads"],
-        groups=hf_config["num_key_value_heads"], ffn=hf_config["intermediate_size"],
-        symbols=min(256, hf_config["vocab_size"]), lr=1e-4, mtp_lr=2e-4, prompts=8 if options.tiny else 32,
-        response_tokens=16 if options.tiny else 128, warmup_steps=40,
+        device=device, out=f"{options.work}/ppo", layers=2 if options.tiny else PPO_LAYERS,
+        vocab=hf_config["vocab_size"], hidden=hf_config["hidden_size"],
+        heads=hf_config["num_attention_heads"], groups=hf_config["num_key_value_heads"],
+        ffn=hf_config["intermediate_size"], symbols=256, lr=1e-4, mtp_lr=2e-4, warmup_steps=40,
+        prompts=8 if options.tiny else 32,
+        response_tokens=16 if options.tiny else 128,
     )  # fmt: skip
     with unittest.mock.patch.object(train_mimo, "build_model", functools.partial(build, device)):
         trainer = train_mimo.build_trainer(args)
@@ -117,7 +116,7 @@ def bench_ppo(options, hf_config, device, dtype, save):
 # ---- The run ------------------------------------------------------------------------------------
 PARTS = {  # and the seconds after which a part is cut off
     "push": (bench_push, 300),
-    "push-ipc": (bench_push_ipc, 300),
+    "push-ipc": (functools.partial(bench_push, process=True), 300),
     "ppo": (bench_ppo, 450),
 }
 
@@ -125,10 +124,7 @@ PARTS = {  # and the seconds after which a part is cut off
 def main():
     parser = common.parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--layers", type=int, default=20, help="of ppo's model: what 141 GB hold")
     options = parser.parse_args()
-    if options.tiny:
-        options.layers = 2
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     hf_config = toy.model.mimo_config(**(common.TINY if options.tiny else common.MIMO_7B))
     if options.part:
@@ -136,7 +132,7 @@ def main():
         common.child_main(run, options)
 
     began, failed = time.perf_counter(), []
-    about = {"model": hf_config} | common.provenance(options.device, options.commit)
+    about = {"model": hf_config} | common.provenance(options)
     for part in options.parts or PARTS:
         print(f"\n== {part}", flush=True)
         left = options.limit_s - (time.perf_counter() - began)

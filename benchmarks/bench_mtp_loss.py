@@ -1,17 +1,17 @@
-"""Time, peak memory and gradient error of one depth's loss, forward and backward, with a frozen head.
+"""Time, peak memory and gradient error of one depth's loss and its backward, head frozen.
 
     floor                the two projections of each chunk and nothing else
     chunked N            mtp_cross_entropy (fix 1), N slots at a time
     Liger                liger_kernel's fused linear cross entropy
     cut cross entropy    Apple's cut_cross_entropy, which skips small gradients (filter_eps)
     full logits          all logits at once, plain torch
-    Megatron             stock: ColumnParallelLinear and vocab_parallel_cross_entropy; trains its head
+    Megatron             ColumnParallelLinear and vocab_parallel_cross_entropy; trains its head
 
-All in one process, in turns, median time; each with all and with half of the slots counted, of which the last two know
-nothing. Targets have probabilities from 0 to 1, as in a trained model. Peak memory is what a call adds to what was
-there. Gradient error: largest difference from float64 on 16 slots, relative to the largest gradient there.
+All in one process, in turns, median time; each with all and with half of the slots counted, of
+which the last two know nothing. Targets have probabilities from 0 to 1, as in a trained model.
+Gradient error: largest difference from float64 on 16 slots, relative to the largest gradient there.
 
-Run   python benchmarks/bench_mtp_loss.py             MiMo-7B's head in bf16 on CUDA; a small one in fp32 on CPU
+Run   python benchmarks/bench_mtp_loss.py     CUDA: MiMo-7B's head in bf16; CPU: a small one in fp32
 Out   OUT/mtp_loss_DEVICE.json
 """
 
@@ -22,7 +22,6 @@ import statistics
 import common  # isort: skip, before torch: it sets paths
 import torch
 import torch.nn.functional as F
-from common import peak_bytes, seconds
 
 import toy.model
 from mtp_loss import mtp_cross_entropy
@@ -32,11 +31,12 @@ SIZES = {
     "cpu": dict(hidden=512, vocab=32_000, tokens=4096),
     "cuda": dict(hidden=4096, vocab=151_680, tokens=8192),
 }
+CHUNKS = (1024, 2048, 512)  # slots; the first is mtp_cross_entropy's default
 IGNORE = -100  # what Liger and cut cross entropy call a slot that does not count
 
 
 def make_problem(device, *, hidden, vocab, tokens):
-    """States [s, 1, h] whose logits at the target stand 0 to 20 above noise of deviation 1, head [V, h], targets."""
+    """States [s, 1, h], head [V, h], targets and masks; a target's logit is 0 to 20 above noise."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
 
@@ -148,7 +148,7 @@ def measure(device, sizes, chunks, repeats):
         row = rows[name, share] = {"name": name, "counted": share}
         try:
             fresh(run)()  # compiles
-            row["peak_mib"] = round(peak_bytes(device, fresh(run)) / 2**20)
+            row["peak_mib"] = round(common.peak_bytes(device, fresh(run)) / 2**20)
             if states.grad is not None:
                 slots, grad = exact[share]
                 error = (states.grad[slots, 0].double() - grad).abs().max() / grad.abs().max()
@@ -159,7 +159,7 @@ def measure(device, sizes, chunks, repeats):
     times = {key: [] for key, row in rows.items() if "error" not in row}
     for _ in range(repeats):
         for key, of_key in times.items():
-            of_key.append(1e3 * seconds(device, fresh(runs[key])))
+            of_key.append(1e3 * common.seconds(device, fresh(runs[key])))
     for key, of_key in times.items():
         row, floor = rows[key], statistics.median(times["floor", key[1]])
         row |= {"ms": statistics.median(of_key), "spread_ms": max(of_key) - min(of_key)}
@@ -168,14 +168,12 @@ def measure(device, sizes, chunks, repeats):
 
 
 def main():
-    parser = common.parser(__doc__)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 512])
-    options = parser.parse_args()
+    options = common.parser(__doc__).parse_args()
     sizes = SIZES["tiny" if options.tiny else options.device]
-    rows = measure(options.device, sizes, options.chunks, options.repeats)
+    rows = measure(options.device, sizes, CHUNKS, options.repeats)
     columns = ["name", "counted", "ms", "spread_ms", "times_floor", "peak_mib", "gradient_error"]
     common.table(rows, columns)
-    result = {"benchmark": "mtp loss", **sizes, **common.provenance(options.device, options.commit)}
+    result = {"benchmark": "mtp loss", **sizes, **common.provenance(options)}
     common.write_json(f"{options.out}/mtp_loss_{options.device}.json", result | {"rows": rows})
 
 

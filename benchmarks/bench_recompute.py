@@ -1,16 +1,16 @@
-"""How many bytes one MTP layer keeps for the backward pass, with and without full recompute, and what that costs.
+"""Bytes that one MTP layer keeps for backward, with and without full recompute, and the time.
 
-Counted with saved-tensor hooks while the layer's forward runs, each storage once, parameters left out (they are there
-anyway). What autograd saves does not depend on the device, except inside the attention kernel.
+Counted with saved-tensor hooks while the layer's forward runs, each storage once, without the
+parameters. What autograd saves depends on the device only inside the attention kernel.
 
 Run   python benchmarks/bench_recompute.py --device cpu        20 s
-      python benchmarks/bench_recompute.py                     on CUDA: MiMo-7B's layer in bf16, timed as well
+      python benchmarks/bench_recompute.py                     on CUDA: MiMo-7B's layer, timed too
 Out   OUT/recompute_DEVICE.json
 """
 
 import sys
 
-sys.path.insert(0, __file__.rpartition("/")[0])
+sys.path.insert(0, __file__.rpartition("/")[0])  # where a test loads this file by its path
 import common  # noqa: E402  isort: skip, before torch: it sets paths
 import torch  # noqa: E402
 
@@ -19,7 +19,7 @@ from mtp_recompute import patch_mtp_recompute  # noqa: E402
 
 
 def measure(*, hidden_size=256, num_tokens=1024, head_size=32, device="cpu", repeats=0):
-    """One packed buffer of four documents through a MiMo-shaped MTP layer; needs init_megatron first."""
+    """Four packed documents through a MiMo-shaped MTP layer; needs init_megatron first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hf_config = toy.model.mimo_config(
         hidden_size=hidden_size, num_heads=hidden_size // head_size,
@@ -78,9 +78,7 @@ def main():
     sizes = [dict(zip(names, size, strict=True)) for size in sizes[: 1 if options.tiny else None]]
     rows = [measure(device=options.device, **size) for size in sizes]
     common.table(rows)
-    result = {"benchmark": "recompute", "rows": rows} | common.provenance(
-        options.device, options.commit
-    )
+    result = {"benchmark": "recompute", "rows": rows} | common.provenance(options)
     common.write_json(f"{options.out}/recompute_{options.device}.json", result)
 
 

@@ -1,16 +1,15 @@
-"""Does drafting pay: tokens a second with no drafter, a frozen one and a synced one, at a size that means something.
+"""Does drafting pay: tokens a second with no drafter, a frozen one and a synced one.
 
     warm-up      policy and MTP layer learn to count, the layer at as many depths as it will draft
-    shift        PPO with train_mimo's functions; pushes reach the target only, so the drafter falls behind
+    shift        PPO with train_mimo's functions, only the target pushed: the drafter falls behind
     frozen       the same prompts in batches of 8, 32 and 128, temperature 1, CUDA graphs
     synced       the same again in the same engine, after a push to target and drafter (fix 5)
-    none         the same again in an engine without drafter, started beside the others in a process of its own
+    none         the same again in an engine without drafter, in a process of its own
 
-If PPO is not done in its time, supervised steps towards "+2" finish the shift; the result says so. Measured is plain
-`llm.generate`, a first call of each batch size left out; acceptance comes from the engine's own counters.
+If PPO is not done in its time, supervised steps towards "+2" finish the shift; the result says so.
+Measured is plain `llm.generate`; acceptance comes from the engine's own counters.
 
-Run   python benchmarks/bench_rollout.py --drafts 3          4 to 5 minutes on an H200, 0.53 B parameters
-      python benchmarks/bench_rollout.py --tiny              does the script run?
+Run   python benchmarks/bench_rollout.py --drafts 3     5 minutes on an H200, 0.53 B parameters
 Out   OUT/rollout_medium.json, or rollout_medium_k3.json for 3 drafts; rewritten after each arm
 """
 
@@ -30,7 +29,7 @@ from drafter_sync import megatron_to_hf, sync_weights
 from mtp_loss import draft_tokens
 from spec_metrics import replay_acceptance, summarize
 
-# Heads of 128, as MiMo-7B's. Learning rates: the smoke run's, and the usual ones of a model of this size.
+# Heads of 128, as MiMo-7B's. Learning rates: the usual ones of a model of this size.
 SIZES = {
     "tiny": dict(prompts=16, response_tokens=24),
     "medium": dict(
@@ -73,14 +72,13 @@ def look(actor, args, device, num=4):
 
 
 def supervised(name, done, trainer, args, limit_s):
-    """Steps of train_mimo's warm-up until `done(look())`, or the time or args.warmup_steps are over."""
+    """train_mimo's warm-up until `done(look())`, args.warmup_steps or `limit_s` seconds."""
     began, steps, seen = time.perf_counter(), 0, {}
     chunk = dataclasses.replace(args, warmup_steps=CHUNK, prompts=WARMUP_PROMPTS)
     while steps < args.warmup_steps and time.perf_counter() - began < limit_s:
         ramp = min(1.0, (1 + steps / CHUNK) / 3)  # Adam's first steps are the wildest
-        for group, rate in zip(
-            trainer.optimizer.adam.param_groups, (args.lr, args.mtp_lr), strict=True
-        ):
+        groups = trainer.optimizer.adam.param_groups
+        for group, rate in zip(groups, (args.lr, args.mtp_lr), strict=True):
             group["lr"] = ramp * rate
         with unittest.mock.patch.object(train_mimo, "write_checkpoint", lambda *unused: None):
             train_mimo.warm_up(trainer, chunk)
@@ -92,12 +90,9 @@ def supervised(name, done, trainer, args, limit_s):
 
 
 def shift(trainer, reference, llm, args, options):
-    """PPO with pushes to the target alone until most steps are "+2", then supervision where that was too slow."""
-    lines, began, rate = (
-        [],
-        time.perf_counter(),
-        args.lr / 4,
-    )  # warm-up's would throw the policy far
+    """PPO, target pushed alone, until most steps are "+2"; supervision if that is too slow."""
+    lines, began = [], time.perf_counter()
+    rate = args.lr / 4  # warm-up's would throw the policy far
     frozen = dataclasses.replace(args, drafter="frozen")
     for step in range(options.ppo_steps):
         now = dataclasses.replace(frozen, lr=rate)
@@ -111,9 +106,10 @@ def shift(trainer, reference, llm, args, options):
         columns = ["step", "reward", "spec/accept_rate_micro", "clip_fraction", "kl"]
         print(*(f"{column} {lines[-1][column]:.3f}" for column in columns), flush=True)
         # The share of clipped tokens says how far a step went.
-        rate *= (
-            1.5 if metrics["clip_fraction"] < 0.1 else 0.67 if metrics["clip_fraction"] > 0.3 else 1
-        )
+        if metrics["clip_fraction"] < 0.1:
+            rate *= 1.5
+        elif metrics["clip_fraction"] > 0.3:
+            rate *= 0.67
         if metrics["reward"] > SHIFTED or time.perf_counter() - began > options.ppo_limit_s:
             break
     if lines[-1]["reward"] > 0.5:
@@ -143,17 +139,10 @@ def measure(llm, arm, args, options, save):
 
 
 def engine_settings(args, options, num_drafts):
-    """CUDA graphs at the batch sizes that occur, so that capturing takes seconds."""
     num_seqs = max(args.prompts, *options.batches)
     settings = dict(num_drafts=num_drafts, max_num_seqs=num_seqs, disable_log_stats=False)
     if options.device == "cuda":
-        sizes = [
-            size * (1 + num_drafts) for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= num_seqs
-        ]
-        graphs = dict(cudagraph_capture_sizes=sizes)
-        if options.piecewise and num_drafts:
-            graphs["cudagraph_mode"] = "PIECEWISE"
-        settings |= dict(enforce_eager=False, compilation_config=graphs)
+        settings |= common.cuda_graphs(num_drafts, num_seqs)
         settings["kv_cache_memory_bytes"] = 8 << 30
     return settings
 
@@ -207,19 +196,16 @@ def none(options, args, dtype, save):
 def main():
     parser = common.parser(__doc__)
     parser.add_argument("--drafts", type=int, default=1, help="k")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--piecewise", action="store_true", help="no CUDA graphs of a whole step")
-    parser.add_argument("--warmup-steps", type=int, default=600, help="at most")
     parser.add_argument("--warmup-limit-s", type=float, default=60)
-    parser.add_argument("--ppo-steps", type=int, default=24, help="at most")
     parser.add_argument("--ppo-limit-s", type=float, default=50)
     parser.add_argument("--shift-limit-s", type=float, default=20)
     options = parser.parse_args()
+    options.batches, warmup_steps, options.ppo_steps = [8, 32, 128], 600, 24
     if options.tiny:
-        options.batches, options.repeats, options.warmup_steps, options.ppo_steps = [2, 4], 1, 50, 2
+        options.batches, warmup_steps, options.ppo_steps, options.repeats = [2, 4], 50, 2, 1
     size = "tiny" if options.tiny else "medium"
     args = train_mimo.Args(
-        device=options.device, drafts=options.drafts, warmup_steps=options.warmup_steps,
+        device=options.device, drafts=options.drafts, warmup_steps=warmup_steps,
         out=f"{options.work}/run", **SIZES[size],
     )  # fmt: skip
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -231,7 +217,7 @@ def main():
     drafts = f"_k{options.drafts}" if options.drafts > 1 else ""
     path = f"{options.out}/rollout_{size}{drafts}.json"
     result = {"benchmark": "rollout", "drafts": options.drafts, "args": vars(args)}
-    result |= common.provenance(options.device, options.commit)
+    result |= common.provenance(options)
     with tempfile.TemporaryDirectory(prefix="bench_") as work:
         children = {part: common.start_child(part, work) for part in ("speculating", "none")}
         for part, child in children.items():
@@ -247,9 +233,8 @@ def main():
     common.with_speedups(rows, "batch")
     common.write_json(path, result)
     rates = [f"spec/accept_rate_pos_{j + 1}" for j in range(options.drafts)]
-    common.table(
-        rows, ["arm", "batch", "tokens_per_s", "spec/accept_length_micro", *rates, "speedup"]
-    )
+    columns = ["arm", "batch", "tokens_per_s", "spec/accept_length_micro"]
+    common.table(rows, [*columns, *rates, "speedup"])
     agreement = result.get("after_push", {}).get("replay_agreement")
     print(f"{result.get('shift')}; decisions predicted after the push: {agreement}")
     sys.exit("\n".join(f"{part}: {error}" for part, error in errors.items()) or 0)

@@ -1,18 +1,17 @@
-"""What drafting k tokens gives a rollout at MiMo-7B's shape, if drafts are accepted at rates known from elsewhere.
+"""What drafting k tokens gives a rollout at MiMo-7B's shape, if acceptance is as given.
 
     none             no drafter               all engines start at once, one process each; then they
     k1, k2, k3       so many drafts a step    are measured in turn, while the others wait
     k3-dynamic       3 up to batch 32, then 0 (num_speculative_tokens_per_batch_size)
 
-Weights are dummies, so acceptance is drawn: vLLM's rejection_sample_method="synthetic" accepts position j with the given
-probability, whatever was drafted. Its synthetic_acceptance_rates are unconditional: j of them give the share of steps
-that accept j drafts or more. Time is real: target, drafter, rejection sampler and scheduler do what they always do.
+Weights are dummies, so acceptance is drawn (README.md here: "What drawn acceptance means"). Time is
+real: target, drafter, rejection sampler and scheduler do what they always do. Rates: SkyRL's
+published ones and those of a run of this repository.
 
-Each arm samples `--tokens` tokens a request (equal), and a mix whose lengths are lognormal, the longest 8 times the
-median, since real rollouts end in a small batch. Rates: SkyRL's published ones and those of a run of this repository.
+Each arm samples TOKENS tokens a request (equal), and a mix whose lengths are lognormal, the longest
+8 times the median, since real rollouts end in a small batch.
 
 Run   python benchmarks/bench_rollout7b.py               about 5 minutes on an H200
-      python benchmarks/bench_rollout7b.py --tiny        does the script run?
 Out   OUT/rollout7b.json
 """
 
@@ -34,6 +33,7 @@ ARMS = ("none", "k1", "k2", "k3", "k3-dynamic")
 SKYRL = (0.886, 0.770, 0.663)  # its per-position rates; unconditional, or their ratios would rise
 DYNAMIC = [(1, 32, 3), (33, 1024, 0)]  # first batch size, last, drafts
 PROMPT = 32  # tokens
+TOKENS = 512  # of a response; in the mix up to twice as many
 SPREAD = 8  # longest response by the median one, in the mix
 AT_ONCE = 4  # engines of 30 GB on a card of 141 GB
 
@@ -52,7 +52,7 @@ def conditional(rates):
 
 
 def measured_rates(path, num):
-    """The synced arm's rates at batch 32 of a run of bench_rollout.py, if it drafted `num` tokens."""
+    """The synced arm's rates at batch 32 in a JSON of bench_rollout.py, if it drafted `num`."""
     if not os.path.exists(path):
         return None
     rows = json.loads(pathlib.Path(path).read_text()).get("synced", [])
@@ -62,7 +62,7 @@ def measured_rates(path, num):
 
 
 def lognormal_lengths(num, longest):
-    """`num` quantiles of a lognormal of median longest / SPREAD, the last of which is `longest`; in random order."""
+    """`num` quantiles of a lognormal, shuffled; median longest / SPREAD, the last one `longest`."""
     quantiles = torch.distributions.Normal(0, 1).icdf((torch.arange(num) + 0.5) / num)
     lengths = (longest / SPREAD) * torch.exp(math.log(SPREAD) * quantiles / quantiles[-1])
     shuffled = lengths[torch.randperm(num, generator=torch.Generator().manual_seed(0))]
@@ -109,12 +109,7 @@ def run_arm(options, hf_config, dtype, save):
     if num_drafts:
         settings["speculative_config"] = speculative
     if options.device == "cuda":
-        sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
-        sizes = [size for size in sizes if size <= max(options.batches)]
-        graphs = dict(cudagraph_capture_sizes=[size * (1 + num_drafts) for size in sizes])
-        if piecewise:
-            graphs["cudagraph_mode"] = "PIECEWISE"
-        settings |= dict(enforce_eager=False, compilation_config=graphs)
+        settings |= common.cuda_graphs(num_drafts, max(options.batches), bool(piecewise))
         settings |= dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=int(10.75 * 2**30))
     os.environ["VLLM_CACHE_ROOT"] = f"{options.work}/{arm}"  # of its own: several start at once
     folder = f"{options.work}/{options.part}/model"
@@ -125,9 +120,10 @@ def run_arm(options, hf_config, dtype, save):
 
 
 def start_all(arms, work, deadline):
-    """{arm: (child, part)} of those that got ready; one that died is tried once more with piecewise graphs.
+    """{arm: (child, part)} of those that got ready, {arm: result} of those that did not.
 
-    CUDA graphs of the whole step have died in vLLM 0.25.1's capture of the drafter.
+    CUDA graphs of the whole step have died in vLLM 0.25.1's capture of the drafter: what died is
+    tried once more with piecewise graphs.
     """
     waiting = {arm: (common.start_child(arm, work), arm) for arm in arms}
     ready, failed = {}, {}
@@ -150,14 +146,11 @@ def start_all(arms, work, deadline):
 
 def main():
     parser = common.parser(__doc__)
-    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--tokens", type=int, default=512, help="of a response; the mix: up to 2x")
-    parser.add_argument("--rates", type=float, nargs=3, help="ours, of positions 1 to 3")
     parser.add_argument("--rates-from", default=f"{common.RESULTS}/rollout_medium.json")
     options = parser.parse_args()
     # Without such a run: the trained toy's, at temperature 1.
-    options.rates = options.rates or measured_rates(options.rates_from, 3) or (0.993, 0.987, 0.975)
+    options.rates = measured_rates(options.rates_from, 3) or (0.993, 0.987, 0.975)
+    options.batches, options.tokens = [8, 32, 128], TOKENS
     if options.tiny:
         options.batches, options.tokens, options.repeats = [2, 4], 16, 1
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -167,14 +160,12 @@ def main():
 
     began, rows, parts = time.perf_counter(), [], {}
     result = {"benchmark": "rollout7b", "tokens": options.tokens}
-    result |= {"skyrl": SKYRL, "ours": options.rates} | common.provenance(
-        options.device, options.commit
-    )
+    result |= {"skyrl": SKYRL, "ours": options.rates} | common.provenance(options)
     at_once = AT_ONCE if options.device == "cuda" else 1
     with tempfile.TemporaryDirectory(prefix="bench_") as work:
-        for first in range(0, len(options.arms), at_once):
+        for first in range(0, len(ARMS), at_once):
             deadline = began + options.limit_s
-            children, failed = start_all(options.arms[first : first + at_once], work, deadline)
+            children, failed = start_all(ARMS[first : first + at_once], work, deadline)
             parts |= failed
             print(f"{len(children)} engines after {time.perf_counter() - began:.0f} s", flush=True)
             for arm, (child, part) in children.items():
@@ -186,7 +177,7 @@ def main():
                 result["rows"] = common.with_speedups(rows, "batch", "lengths")
                 common.write_json(f"{options.out}/rollout7b.json", result)
     columns = ["arm", "rates", "batch", "lengths", "tokens_per_s", "spec/accept_length_micro"]
-    common.table(common.with_speedups(rows, "batch", "lengths"), [*columns, "speedup"])
+    common.table(rows, [*columns, "speedup"])
     print(f"{result.get('seconds', 0):.0f} s")
     failures = [f"{arm}: {part['error']}" for arm, part in parts.items() if "error" in part]
     sys.exit("\n".join(failures) or 0)

