@@ -1,8 +1,7 @@
-"""MiMo-7B's shape on one card, random weights in bf16: what a push and a PPO step cost.
+"""MiMo-7B's shape on one card, random weights in bf16: what a push costs.
 
     push        all 7.8 B parameters to target and drafter, plain, sampled, verified (fix 5)
     push-ipc    the same with the engine in a process of its own, over CUDA IPC
-    ppo         one PPO step of a model cut in depth: rollout, scores, update, push
 
 Each part runs in a process of its own. A push's rate is bytes of weights by seconds; a copy of the
 same bytes on the same card stands beside it.
@@ -14,31 +13,13 @@ Out   OUT/mimo7b_PART.json
 import functools
 import sys
 import time
-import unittest.mock
 
 import common  # isort: skip, before torch: it sets paths
 import torch
 from common import GB, copy_rate, random_tensors
 
 import toy.model
-import train_mimo
 from drafter_sync import sync_weights
-
-PPO_LAYERS = 20  # what 141 GB hold
-
-
-def build(device, hf_config, dtype, **overrides):
-    """A Megatron model filled where it lies: drawing 7.8 B weights on CPU takes minutes."""
-    where = dict(perform_initialization=False, use_cpu_initialization=device == "cpu")
-    # Norms too: Megatron's local ones are float32, vLLM's are not.
-    model = toy.model.build_model(hf_config, dtype=dtype, **(where | overrides)).to(device, dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.02)
-            else:  # uninitialised, Megatron's biases hold what the memory held
-                parameter.fill_(0 if name.endswith("bias") else 1)
-    return model
 
 
 def start(options, hf_config, dtype, folder=None, **settings):
@@ -48,7 +29,6 @@ def start(options, hf_config, dtype, folder=None, **settings):
     return common.start_engine(folder, hf_config, dtype, **(small | settings))
 
 
-# ---- Pushes -------------------------------------------------------------------------------------
 def bench_push(options, hf_config, device, dtype, save, process=False):
     """sync_weights with each kind of check, and of the target alone."""
     tensors = random_tensors(hf_config, device, dtype)
@@ -70,54 +50,9 @@ def bench_push(options, hf_config, device, dtype, save, process=False):
     common.table(rows)
 
 
-# ---- One PPO step -------------------------------------------------------------------------------
-def bench_ppo(options, hf_config, device, dtype, save):
-    """Warm-up of a few steps, so that drafts are accepted, then PPO steps, each part timed."""
-    args = train_mimo.Args(
-        device=device, out=f"{options.work}/ppo", layers=2 if options.tiny else PPO_LAYERS,
-        vocab=hf_config["vocab_size"], hidden=hf_config["hidden_size"],
-        heads=hf_config["num_attention_heads"], groups=hf_config["num_key_value_heads"],
-        ffn=hf_config["intermediate_size"], symbols=256, lr=1e-4, mtp_lr=2e-4, warmup_steps=40,
-        prompts=8 if options.tiny else 32,
-        response_tokens=16 if options.tiny else 128,
-    )  # fmt: skip
-    with unittest.mock.patch.object(train_mimo, "build_model", functools.partial(build, device)):
-        trainer = train_mimo.build_trainer(args)
-        train_mimo.warm_up(trainer, args)
-        reference = train_mimo.load_reference(trainer, args)
-    settings = dict(max_num_seqs=args.prompts, max_model_len=args.response_tokens + 64)
-    folder, steps = f"{args.out}/reference", []
-    llm, _ = start(options, trainer.hf_config, dtype, folder, **settings)
-    for step in range(3):
-        clock, seconds = [time.perf_counter()], {}
-
-        def tick(name, clock=clock, seconds=seconds):
-            common.synchronize(device)
-            clock.append(time.perf_counter())
-            seconds[f"{name}_s"] = clock[-1] - clock[-2]
-
-        samples = train_mimo.roll_out(llm, trainer, step, args)
-        tick("rollout")
-        batch = train_mimo.make_batch(samples, device)
-        metrics = train_mimo.score(trainer, reference, batch, samples, args)
-        drafts = train_mimo.trainer_drafts(trainer.actor, batch, args)
-        metrics |= train_mimo.acceptance(trainer.actor, batch, samples, drafts, args)
-        tick("score")
-        metrics |= train_mimo.update(trainer, samples, step, args)
-        tick("update")
-        train_mimo.push(llm, trainer, args)
-        tick("push")
-        columns = ["reward", "accept_rate", "replay_agreement", *seconds]
-        steps.append({"step": step} | {key: (metrics | seconds)[key] for key in columns})
-        save(steps=steps, layers=args.layers, prompts=args.prompts)
-    common.table(steps)
-
-
-# ---- The run ------------------------------------------------------------------------------------
 PARTS = {  # and the seconds after which a part is cut off
     "push": (bench_push, 300),
     "push-ipc": (functools.partial(bench_push, process=True), 300),
-    "ppo": (bench_ppo, 450),
 }
 
 

@@ -1,9 +1,9 @@
 """The fixes inside verl 0.9.1: its own code runs, with our lines in place of its own.
 
 The first part is what a verl user pastes, and it is what the tests run. verl's forward function,
-its MTP patches, mask builder, metric reader and rollout server come from the wheel and run as they are.
-Only the steps between them are walked by hand (`train`): MegatronEngine and Megatron's schedule put
-tensors on CUDA by name.
+its MTP patches, mask builder, metric reader and rollout server come from the wheel and run as they
+are. Only the steps between them are walked by hand (`train`): MegatronEngine and Megatron's
+schedule put tensors on CUDA by name.
 
 Run     make test-verl
 """
