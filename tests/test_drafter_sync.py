@@ -606,7 +606,7 @@ def two_workers(megatron, tmp_path_factory):
         folder, tensor_parallel_size=2, max_num_seqs=64, speculative_config=alias
     )
     yield llm, model, hf_config, drafter_fingerprint(llm)
-    llm.llm_engine.model_executor.shutdown()  # not engine_core's: it ends all process groups
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.engine
